@@ -256,7 +256,7 @@ def build(
 def _recomputing(model: nn.Module, config: Config) -> Recomputing | None:
     """Return the blocks of a model, if they may have to be computed again; with "auto" there need not be any."""
     possible = config.activations == RECOMPUTE or (config.activations == AUTO and can_recompute(model))
-    return Recomputing(model) if possible else None
+    return Recomputing(model, may_give_up=config.activations == AUTO) if possible else None
 
 
 def _fill(

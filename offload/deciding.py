@@ -2,7 +2,8 @@
 
 Owns when that is, and the seconds: a step's by the plan's formula, with the rates of copies, drive and compute that
 were measured in the last micro-batch before. The first one of a process takes longer than others. Until the choice, and
-later on, what does not fit leaves the device. Next: :mod:`offload.planning.choosing` has the rule.
+later on, what does not fit leaves the device. Where a micro-batch finds no room before, blocks are computed again from
+the next one on. Next: :mod:`offload.planning.choosing` has the rule.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from offload.activations.ledger import Passed
 from offload.build import Parts
 from offload.config import Config
+from offload.errors import BudgetError
 from offload.life import Life
 from offload.module.recomputing import can_recompute, share_of_blocks
 from offload.planning.choosing import OFFLOAD, RECOMPUTE, choose
@@ -35,15 +37,12 @@ _FORWARD_SHARE = 1 / 3  # of a micro-batch: backward has two products for each o
 
 
 class Decision:
-    """Of one engine. See the module's text.
-
-    Attributes:
-        told: the choice in words; empty before.
-    """
+    """Of one engine. See the module's text."""
 
     def __init__(self, model: nn.Module, parts: Parts, config: Config, life: Life) -> None:
         """Prepare; nothing is decided unless ``activations="auto"``."""
-        self.told = ""
+        self._told = ""
+        self._recomputes = False
         self._model = model
         self._parts = parts
         self._config = config
@@ -52,6 +51,14 @@ class Decision:
         self._passes = 0  # micro-batches of the steps that were made, on all ranks alike
         self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # beside parameters, as they were
         self._note_tensors()
+
+    @property
+    def told(self) -> str:
+        """The choice in words; empty before."""
+        recomputing = self._parts.recomputing
+        if recomputing is not None and recomputing.given_up:
+            return f"{OFFLOAD}, for {recomputing.given_up} cannot be computed again any more"
+        return self._told
 
     def plan(self) -> Plan:
         """Return the plan, with what a micro-batch has moved of activations once that is known."""
@@ -63,6 +70,10 @@ class Decision:
     def decide(self) -> None:
         """Decide if that is still to be done, and enough micro-batches were seen; all ranks call this in one order."""
         self._passes += self._config.gradient_accumulation_steps
+        recomputing = self._parts.recomputing
+        if self._recomputes and recomputing is not None and recomputing.given_up:
+            self._recomputes = False
+            self._parts.activations.forget_passes()
         if not self._is_open:
             return
         if self._passes < PASSES_SEEN:
@@ -71,19 +82,36 @@ class Decision:
         activations = self._parts.activations
         passed, ranks = activations.last_pass, self._parts.ranks
         moved = passed is not None and any(passed.moved.values())
-        again = self._parts.recomputing is not None and can_recompute(self._model) and not self._changes_tensors()
+        again = self._can_recompute()
         seconds = self._seconds(passed) if passed is not None and moved else {OFFLOAD: 0.0, RECOMPUTE: 0.0}
         mine = [float(moved), float(not again), seconds[OFFLOAD], seconds[RECOMPUTE]]
         of_all = ranks.agree("choosing activations", numbers=mine).numbers if ranks.world > 1 else [mine]
         some_moved, some_not, moving_s, again_s = (max(numbers) for numbers in zip(*of_all, strict=True))
         possible = {OFFLOAD: moving_s} if some_not else {OFFLOAD: moving_s, RECOMPUTE: again_s}
-        mode, self.told = choose(possible if some_moved else {})
+        mode, told = choose(possible if some_moved else {})
+        self._choose(mode, told)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Have blocks computed again from now on if a micro-batch found no room before the choice; `error` says so."""
+        if not self._is_open or not isinstance(error, BudgetError) or not torch.is_grad_enabled():
+            return
+        if self._parts.ranks.world > 1 or not self._can_recompute():  # other ranks would choose something else
+            return
+        self._choose(RECOMPUTE, f"{RECOMPUTE}, for a micro-batch found no room before")
+        error.args = (f'{error}; from the next micro-batch on, "auto" is activations="recompute"',)
+
+    def _can_recompute(self) -> bool:
+        return self._parts.recomputing is not None and can_recompute(self._model) and not self._changes_tensors()
+
+    def _choose(self, mode: str, told: str) -> None:
+        self._told = told
         self._is_open = False
         self._tensors.clear()
         if mode == RECOMPUTE and self._parts.recomputing is not None:
+            self._recomputes = True
             self._parts.recomputing.attach()
-            activations.forget_passes()
-        logger.info("activations: %s", self.told)
+            self._parts.activations.forget_passes()
+        logger.info("activations: %s", told)
 
     def _note_tensors(self) -> None:
         """Note the buffers and tensors that modules have beside parameters, with their versions."""

@@ -133,6 +133,11 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
+def changes_buffers(module: torch.nn.Module) -> bool:
+    """Tell whether a module is one of torch's that changes its buffers in place in each forward."""
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
+
+
 def is_of_a_transform(tensor: torch.Tensor) -> bool:
     """Tell whether a transform of ``torch.func`` has made a tensor, which has no memory of its own then."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

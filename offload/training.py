@@ -283,6 +283,7 @@ class Training:
         budget = self._budget
         held = budget.claims() if held is None else held
         full = self._device.out_of_memory(error, what=what, limit_bytes=budget.limit_bytes, held=held)
+        self._decision.note_failure(error if full is None else full)
         if full is not None:
             raise full from error
 

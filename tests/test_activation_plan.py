@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import several_ranks
 import torch
@@ -470,6 +471,116 @@ def test_what_cannot_be_computed_again_leaves(
             assert micro_batch(engine, number)["d2h"] > 0
             engine.step()
         assert "activations: auto: offload, for no block can be computed again" in str(engine.plan)
+
+
+def state_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+
+
+def test_blocks_are_computed_again_if_a_micro_batch_finds_no_room_before_the_choice(tmp_path: Path) -> None:
+    states = []
+    memory = {"device": "1MiB", "cpu": "8MiB", "nvme": "8MiB"}
+    tight = {**auto(tmp_path), **room("64KiB", 0), "max_memory": memory}
+    del tight["activation_memory"]
+    for given in (everything_on_device(), tight):
+        with offload.Engine(Loss(), offload.AdamW(lr=1e-2), **given) as engine:
+            if given is tight:
+                with pytest.raises(offload.BudgetError, match=r'or activations="recompute"; from the next .*"auto" is'):
+                    engine(rows(0))
+                assert "activations: auto: recompute, for a micro-batch found no room before" in str(engine.plan)
+            for number in range(2):
+                torch.manual_seed(number)  # of dropout
+                engine.backward(engine(rows(number)))
+                engine.step()
+            states.append(state_of(engine))
+    assert all(torch.equal(kept, states[1][name]) for name, kept in states[0].items())
+
+
+def test_what_cannot_be_computed_again_is_not_if_a_micro_batch_finds_no_room(tmp_path: Path) -> None:
+    memory = {"device": "1MiB", "cpu": "8MiB", "nvme": "8MiB"}
+    given = {**auto(tmp_path), **room("64KiB", 0), "max_memory": memory}
+    del given["activation_memory"]
+    with offload.Engine(Normed(), offload.AdamW(lr=1e-2), **given) as engine:
+        for _ in range(2):
+            with pytest.raises(offload.BudgetError, match=r'or activations="recompute"$'):
+                engine(rows(0))
+        assert "activations: auto: the second micro-batch decides" in str(engine.plan)
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second micro-batch has blocks computed again, if they can be."""
+    monkeypatch.setattr(deciding, "_rate", lambda link, otherwise: 1e6)
+    monkeypatch.setattr(deciding, "share_of_blocks", lambda model: 0.0)
+
+
+@pytest.mark.usefixtures("again")
+def test_once_a_buffer_changes_blocks_are_no_longer_computed_again(tmp_path: Path) -> None:
+    """Without an error, and the running statistics count each micro-batch once."""
+    states = []
+    for given in (everything_on_device(), auto(tmp_path)):
+        torch.manual_seed(0)
+        model = Normed()
+        with offload.Engine(model, offload.AdamW(lr=1e-2), **given) as engine:
+            for number in range(5):
+                model.net.blocks[2][0].train(number >= 3)  # type: ignore[union-attr,index]
+                for other in (0, 1, 3, 4, 5):
+                    model.net.blocks[other][0].eval()  # type: ignore[union-attr,index]
+                torch.manual_seed(number)
+                engine.backward(engine(rows(number)))
+                engine.step()
+                if given.get("activations") == "auto" and number in (2, 3):
+                    assert ("forward" in vars(model.net.blocks[0])) == (number == 2)
+            states.append(state_of(engine))
+            if given.get("activations") == "auto":
+                told = "activations: auto: offload, for blocks.2 cannot be computed again any more"
+                assert told.replace("blocks", "net.blocks") in str(engine.plan) and "net.blocks.2" in str(
+                    engine.report()
+                )
+                assert engine.plan.activation_step_bytes["d2h"] > 4 * 65536
+    assert all(torch.equal(kept, states[1][name]) for name, kept in states[0].items())
+
+
+class Late(nn.Sequential):
+    """Begins to do what is asked of it."""
+
+    does = ""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.mean, self.numbers = torch.zeros(()), np.ones(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what has the shape of `x`."""
+        if self.does == "changes a tensor":
+            self.mean.add_(1)
+        if self.does == "changes an array":
+            self.numbers += 1
+        return super().forward(x * self.numbers[0])
+
+
+@pytest.mark.usefixtures("again")
+@pytest.mark.parametrize("does", ["changes a tensor", "changes an array"])
+def test_a_refused_block_has_the_next_micro_batch_go_on(does: str, tmp_path: Path) -> None:
+    model = Loss()
+    model.net.blocks = nn.ModuleList(Late(*block) for block in model.net.blocks)  # type: ignore[union-attr,arg-type]
+    with offload.Engine(model, offload.AdamW(lr=1e-2), **auto(tmp_path)) as engine:
+        for number in range(2):
+            micro_batch(engine, number)
+            engine.step()
+        assert "activations: auto: recompute, " in str(engine.plan)
+        for block in model.net.blocks:
+            block.does = does
+        with pytest.raises(
+            offload.StateError, match='; from the next micro-batch on, "auto" is activations="offload"$'
+        ):
+            engine.backward(engine(rows(2)))
+        assert "auto: offload, for net.blocks." in str(engine.plan)
+        assert micro_batch(engine, 2)["d2h"] > 4 * 65536
+        engine.step()
+        micro_batch(engine, 3)
+        engine.step()
+        assert engine.plan.activation_step_bytes["d2h"] > 4 * 65536
 
 
 def test_a_step_by_torch_decides_too(tmp_path: Path) -> None:

@@ -79,6 +79,19 @@ def test_a_forward_looks_as_it_did(tmp_path: Path) -> None:
     assert [block.forward for block in model.blocks] == before
 
 
+def test_a_forward_that_somebody_puts_over_it_stays(tmp_path: Path) -> None:
+    model = net()
+    with offload.Engine(model, offload.AdamW(), **options(tmp_path, activations="recompute")):
+        below = model.blocks[0].forward
+        model.blocks[0].forward = above = lambda x: below(x) * 2
+    assert model.blocks[0].forward is above
+    x = rows(0).requires_grad_()
+    torch.manual_seed(1)
+    y = above(x)
+    torch.manual_seed(1)
+    assert torch.equal(y, nn.Sequential.forward(model.blocks[0], x) * 2)
+
+
 def test_a_failed_engine_leaves_the_model(tmp_path: Path) -> None:
     model = net()
     small = {"device": "4KiB", "cpu": "4KiB"}

@@ -508,6 +508,7 @@ class LeavingActivations(Activations):
 
     def _way_out(self) -> str:
         text = "activation_cpu_memory and activation_nvme_memory, which say how much of the activations may leave"
+        text += ', or activations="recompute"'
         stayed = self._away.refused_bytes
         if not stayed:
             return text

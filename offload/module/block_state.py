@@ -2,7 +2,7 @@
 
 Owns which state that is, and putting it back while the forward is repeated: attributes, buffers, parameters and hooks
 of the block's modules, the content of containers among them and in these, and generators of random numbers that torch's
-checkpointing does not know. A tensor that is changed in place cannot be put back, and is refused. What cannot be put
+checkpointing does not know. A tensor that is changed in place cannot be put back, and is told. What cannot be put
 back either, as objects of other classes, :mod:`offload.module.repetition` finds out. Next:
 :mod:`offload.module.recomputing` repeats.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import StateError
+from offload.torch_private import changes_buffers
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes that have a place of their own here, or none
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
@@ -32,17 +32,15 @@ _BYTES: tuple[Any, ...] = (bytearray, array.array)
 
 
 class BlockState:
-    """That of one block, as it is now. See the module's text."""
+    """That of one block, as it is now. See the module's text.
 
-    def __init__(self, name: str, block: nn.Module, arguments: Iterable[Any]) -> None:
-        """Keep it.
+    Attributes:
+        changes_buffers: a module is there that changes buffers in place in its forward, as BatchNorm in training.
+    """
 
-        Args:
-            name: of the block, for errors.
-            block: the module.
-            arguments: of its forward that are no tensors.
-        """
-        self._name = name
+    def __init__(self, block: nn.Module, arguments: Iterable[Any]) -> None:
+        """Keep it, with the `arguments` of the forward that are no tensors."""
+        self.changes_buffers = False
         self._kept: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []  # what reads it, and writes it
         self._tensors: list[tuple[str, torch.Tensor, int]] = []
         self._keep(random.getstate, random.setstate)
@@ -58,6 +56,7 @@ class BlockState:
             for own in (buffers, module._parameters):
                 if own:
                     self._keep(functools.partial(dict, own), functools.partial(_refill, own))
+            self.changes_buffers |= changes_buffers(module)
             if module is not block:  # whose hooks are not repeated
                 hooks = [vars(module)[name] for name in _HOOKS]
                 self._keep(functools.partial(_contents, hooks), functools.partial(_refill_all, hooks))
@@ -66,18 +65,9 @@ class BlockState:
             ]
         self._keep_content(held)
 
-    def refuse_changes(self, when: str) -> None:
-        """Refuse to repeat the forward if a tensor was changed in place since this was made.
-
-        Raises:
-            StateError: it was.
-        """
-        for key, tensor, version in self._tensors:
-            if tensor._version != version:
-                raise StateError(
-                    f"activations: expected no change in place of {key}, which the forward of {self._name} may read "
-                    f'and backward repeats, but it was changed {when}; use activations="offload"'
-                )
+    def changed(self) -> str | None:
+        """Return the name of a tensor that was changed in place since this was made, None where there is none."""
+        return next((key for key, tensor, version in self._tensors if tensor._version != version), None)
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ repetition fails because of it, it says so. Next:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -33,14 +33,16 @@ _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, Runti
 class Repetition:
     """What is saved in one forward of a block, which :meth:`look` is given, and in its repetition."""
 
-    def __init__(self, name: str, unseen: set[str]) -> None:
+    def __init__(self, name: str, unseen: set[str], refuse: Callable[[str], StateError]) -> None:
         """Begin.
 
         Args:
             name: of the block.
             unseen: blocks whose values were not compared so far; this one leaves when they were.
+            refuse: makes the error that says what the repetition has done.
         """
         self.name = name
+        self.refuse = refuse
         self.unseen = unseen
         self._compares_values = name in unseen
 
@@ -61,14 +63,6 @@ class Repetition:
             raise
         except _FAILURES as error:
             raise self.refuse(f"it fails then with {type(error).__name__}: {error}") from error
-
-    def refuse(self, what: str) -> StateError:
-        """Return the error that the repetition has done something else."""
-        return StateError(
-            f"activations: expected the forward of {self.name} to do the same again when backward repeats it, but "
-            f"{what}; it depends on what is not put back, as caches and other objects, arrays of NumPy, iterators, and "
-            'whether parameters are frozen; use activations="offload"'
-        )
 
 
 class Saved:
