@@ -380,6 +380,21 @@ def test_what_changes_in_modules_of_a_block_is_put_back(
         assert torch.equal(kept, repeated)
 
 
+def test_what_is_changed_in_place_in_a_container_is_refused(tmp_path: Path) -> None:
+    class InPlace(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.own.setdefault("seen", [(torch.zeros(()),)])[0][0].add_(self.calls)
+            self.calls = 1
+            return x + self.linear(x)
+
+    with offload.Engine(of(InPlace), offload.AdamW(), **options(tmp_path, activations="recompute")) as engine:
+        loss_of(engine, rows(0))
+        with pytest.raises(
+            StateError, match=r"no change in place of own\['seen'\]\[0\]\[0\], which .* of blocks\.0 may"
+        ):
+            loss_of(engine, rows(0))
+
+
 @pytest.mark.parametrize("where", ["in the forward", "since"])
 def test_what_is_changed_in_place_is_refused(where: str, tmp_path: Path) -> None:
     class InPlace(Block):
