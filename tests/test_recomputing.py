@@ -329,7 +329,9 @@ def test_values_are_compared_at_first(tmp_path: Path, monkeypatch: pytest.Monkey
     tensor = torch.rand(300, 40).t()
     values = look(tensor)
     assert values is not None and len(set(values.tolist())) > 1000
-    assert repetition._are_close(values, values * (1 + 1e-7)) and not repetition._are_close(values, values * 1.0001)
+    assert repetition._are_close(values, values * (1 + 1e-5)) and not repetition._are_close(values, values * 1.001)
+    kept, flipped = torch.ones(1000, dtype=torch.bool), torch.arange(1000) >= 10
+    assert repetition._are_close(kept, flipped) and not repetition._are_close(kept, torch.arange(1000) >= 100)
     assert repetition._are_close(torch.tensor([torch.nan, torch.inf]), torch.tensor([torch.nan, torch.inf]))
 
 
