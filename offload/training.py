@@ -151,15 +151,22 @@ class Training:
 
     def step(self) -> bool:
         """Close a micro-batch; at the end of an accumulation, take the step; see ``Engine.step``."""
-        self._life.require_open()
+        manager = self._life.require_open()
         step = self.require_step("step")
-        if not step.micro_batches.close():
-            return False
         assert self._optimizer is not None
         before = self._run.steps
         self._is_ours = True
         try:
+            if not step.micro_batches.close():
+                return False
             self._optimizer.step()  # so that its hooks and LR schedulers see it
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: who is interrupted here runs the micro-batches again, unless the step was taken
+            if self._run.steps == before and self._life.unusable is None:
+                with self._deferral:
+                    self._forget_step(manager)
+            raise
         finally:
             self._is_ours = False
         return self._run.steps > before
