@@ -462,7 +462,7 @@ class Engine(EngineTensors, EngineRuns):
             modules = [self.module] if self.reference is None else [self.module, self.reference]
             last.callback(close, modules, self._parts, self._life, manager, restore=restore)
             last.callback(self._checkpoints.settle)
-            if self._life.asleep and restore is not False:
+            if self._life.asleep and restore is not False and self._life.unusable is None:
                 self._sleeping.wake_alone()
             if commit and self._durable is not None and self._life.unusable is None and not self._life.asleep:
                 self._durable.finish()

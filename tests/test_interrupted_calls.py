@@ -85,6 +85,30 @@ def accumulate(engine: Engine, micro_batch: int | None, arm: Callable[[pytest.Mo
 
 
 @pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize(("owner", "name"), [(MicroBatches, "close"), (Training, "take_step")])
+def test_an_interrupted_step_is_taken_or_drops_the_gradients(owner: type, name: str, behind: bool) -> None:
+    def norm(arm: Callable[[pytest.MonkeyPatch], object]) -> float:
+        torch.manual_seed(0)
+        number, steps = 0, 0
+        model = nn.Linear(8, 8)
+        with Engine(model, offload.SGD(lr=0.1), device="cpu", gradient_accumulation_steps=2, **MEMORY) as engine:
+            with pytest.MonkeyPatch.context() as patch:
+                arm(patch)
+                while not steps:
+                    try:
+                        engine.backward(engine(torch.full((2, 8), number + 1.0)).square().mean())
+                        number += 1
+                        engine.step()
+                    except KeyboardInterrupt:
+                        number = 0
+                    steps = engine._parts.steps.run.steps
+            assert engine.grad_norm is not None
+            return engine.grad_norm
+
+    assert norm(lambda patch: interrupt(patch, owner, name, behind=behind)) == norm(lambda patch: None)
+
+
+@pytest.mark.parametrize("behind", [False, True])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -401,36 +425,33 @@ def all_calls(engine: Engine, path: Path) -> list[Callable[[], object]]:
     ("raised", "error"),
     [(alarm, TimeIsUp), (interrupt_twice, KeyboardInterrupt), (alarm_in_disguise, OSError)],
 )
-@pytest.mark.parametrize("place", ["forward", "backward", "step", "state_dict"])
+@pytest.mark.parametrize(
+    ("place", "owner", "name"),
+    [
+        ("forward", Manager, "acquire"),
+        ("backward", Manager, "add_gradient"),
+        ("step", Training, "_note_end"),
+        ("state_dict", Leases, "open"),
+        ("wake", Life, "wake"),
+    ],
+)
 def test_what_a_signal_handler_has_torn_out_of_is_not_relied_on(
-    place: str, raised: Callable[[], None], error: type[BaseException], tmp_path: Path
+    place: str, owner: Any, name: str, raised: Callable[[], None], error: type[BaseException], tmp_path: Path
 ) -> None:
-    owner, name = {"step": (Training, "_note_end"), "state_dict": (Leases, "open")}.get(place, (Manager, "acquire"))
-    if place == "backward":
-        owner, name = Manager, "add_gradient"
-
-    def torn(*args: object, **kwargs: object) -> None:
-        raised()
-
     engine = Engine(net(), AdamW(lr=1e-2), **options(tmp_path))
     step(engine, 1)
     engine.drain()
+    calls: dict[str, Callable[[], object]] = {"state_dict": engine.state_dict, "wake": engine.wake, "step": engine.step}
+    if place == "wake":
+        engine.sleep()
+    elif place in ("backward", "step"):
+        loss = engine(torch.ones(2, 64)).square().mean()
+        calls["backward"] = lambda: engine.backward(loss)
+        if place == "step":
+            engine.backward(loss)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
-        if place == "state_dict":
-            patch.setattr(owner, name, torn)
-            engine.state_dict()
-        else:
-            loss = engine(torch.ones(2, 64)).square().mean() if place != "forward" else None
-            if place == "step":
-                assert loss is not None
-                engine.backward(loss)
-            patch.setattr(owner, name, torn)
-            if place == "step":
-                engine.step()
-            elif loss is not None:
-                engine.backward(loss)
-            else:
-                engine(torch.ones(2, 64))
+        patch.setattr(owner, name, lambda *args, **kwargs: raised())
+        calls.get(place, lambda: engine(torch.ones(2, 64)))()
     for call in all_calls(engine, tmp_path):
         with pytest.raises(
             offload.StateError, match="a signal handler raised in the midst of its work.*(late|Keyb).*close it"
