@@ -44,7 +44,7 @@ LOOK_S = 0.05  # between looks for words, while waiting
 CENSUS_S = 0.3  # in which all who wait say where
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 _CLOSED = "ranks: closed"
-_TOLD = "_offload_told"  # attribute of an error: the ranks that an agreement has told of it
+_TOLD = "_offload_told"  # attribute of an error: those through whom all were told of it
 _GROUP_TIMEOUT = 4  # times the deadline: gloo's own is only for what nobody waits for any more
 
 _opened: Counter[tuple[int, ...]] = Counter()  # engines of each set of ranks so far: their words have different names
@@ -223,7 +223,7 @@ class Processes:
         most = max(record.detail_bytes for record in records)
         rows = self._gather_bytes(detail, most, where)
         if error is not None:
-            vars(error)[_TOLD] = self._meeting
+            vars(error)[_TOLD] = self
             try:
                 raise error
             finally:
@@ -350,7 +350,7 @@ class Processes:
 
     def has_told(self, error: BaseException) -> bool:
         """Tell whether an agreement has told all of an error; see :meth:`Ranks.has_told`."""
-        return vars(error).get(_TOLD) is self._meeting
+        return vars(error).get(_TOLD) is self
 
     def _raise_census(self, where: str, reason: str) -> NoReturn:
         """Ask all where they are, and let it be what all of them raise."""
