@@ -7,7 +7,6 @@ do. The options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Nex
 from __future__ import annotations
 
 import argparse
-import errno
 import io
 import json
 import os
@@ -139,11 +138,29 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def own_process() -> int:
-    """Run the command line of this process, which does nothing else; returns the exit code."""
+    """Run the command line of this process, which does nothing else.
+
+    Returns:
+        The exit code: that of :func:`main`, or 74 where the output has no room.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of models and programs may have any letters
-    return main(process=Process.OWN)
+    try:
+        return main(process=Process.OWN)
+    except OSError as error:
+        if error.filename is not None or _takes_output():
+            raise
+        _give_up_output()
+        print(f"offload: error: output: {error.strerror}; free space, or write it elsewhere", file=sys.stderr)
+        return os.EX_IOERR
+
+
+def _takes_output() -> bool:
+    try:
+        return sys.stdout is None or os.write(sys.stdout.fileno(), b"\n") > 0
+    except OSError:
+        return False
 
 
 def main(arguments: Sequence[str] | None = None, *, process: Process = Process.SHARED) -> int:
@@ -155,7 +172,7 @@ def main(arguments: Sequence[str] | None = None, *, process: Process = Process.S
 
     Returns:
         The exit code: 0, 1 after an error, 2 for a wrong call, 130 after Ctrl-C, 143 where a run has ended by SIGTERM,
-        141 where nobody reads the output any more (``offload doctor | head -1``), 74 where it cannot be written.
+        141 where nobody reads the output any more (``offload doctor | head -1``).
     """
     try:
         try:
@@ -166,12 +183,6 @@ def main(arguments: Sequence[str] | None = None, *, process: Process = Process.S
     except BrokenPipeError:
         _give_up_output()
         return EXIT_PIPE
-    except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        _give_up_output()
-        print(f"offload: error: output: {error.strerror}; free space, or write it elsewhere", file=sys.stderr)
-        return os.EX_IOERR
 
 
 def _give_up_output() -> None:
