@@ -109,6 +109,8 @@ SETTINGS = (
     Setting("less of the device, 16384 tokens", 0.5, 6.5, rows=8),
     Setting("2 micro-batches, every step clips", 0.7, 6.0, rows=6, micro_batches=2, clips=True),
     Setting("attention alone is trained", 0.7, 2.6, rows=8, trained="self_attn"),
+    Setting("a few states on NVMe, 2048 tokens", 1.4, 11.5, rows=1),
+    Setting("a few states on NVMe, 2048 tokens, every step clips", 1.4, 11.5, rows=1, clips=True),
 )
 
 

@@ -54,10 +54,11 @@ def make_plan_with(
     states: States = ADAM_STATES,
     early_bytes: int = 0,
     staging_slots: int = STAGING_SLOTS,
+    device_is_host: bool = True,
 ) -> Plan:
     """Return a plan with exactly these homes, and the arenas they need."""
     everything = dict.fromkeys(Tier, 1 << 40)
-    request = Request(units, everything, accumulate=accumulate, states=states)
+    request = Request(units, everything, accumulate=accumulate, states=states, device_is_host=device_is_host)
 
     def span(unit: Unit, role: Role, numel: int) -> int:
         return role_bytes(unit, role, numel, accumulate=accumulate, states=states)
@@ -139,11 +140,12 @@ class _FixedArena(HostArena):
 
 
 class LateTask:
-    """Arithmetic that takes place when it is waited for, together with all that was given before."""
+    """Arithmetic that takes place when it is waited for, together with all that comes before it in the queue."""
 
-    def __init__(self, worker: LateWorker, work: Callable[[], None]) -> None:
+    def __init__(self, worker: LateWorker, work: Callable[[], None], *, urgent: bool) -> None:
         self._worker = worker
         self._work = work
+        self.urgent = urgent
         self.over = self.taken_back = False
         self.error: BaseException | None = None
 
@@ -200,9 +202,11 @@ class LateWorker:
         self.begins_next = False
         self.before_wait: Callable[[], None] = lambda: None
 
-    def submit(self, work: Callable[[], None]) -> LateTask:
-        self.queue.append(LateTask(self, work))
-        return self.queue[-1]
+    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> LateTask:
+        task = LateTask(self, work, urgent=urgent)
+        later = (index for index, other in enumerate(self.queue) if other is not self.begun and not other.urgent)
+        self.queue.insert(next(later, len(self.queue)) if urgent else len(self.queue), task)
+        return task
 
     def do(self, many: int) -> None:
         """Do so many things."""

@@ -113,7 +113,7 @@ class Bench:
 
     def make_step(self) -> None:
         """Keep what was guessed, and let the forward make the rest."""
-        taken = self.early.reconcile(self.recipe)
+        taken = self.early.reconcile(self.recipe)[0]
         left = [unit for unit in self.manager.units if unit.index not in taken]
         self.manager.forward.begin(left, self.recipe.visit, self.manager.ahead)
         self.manager.forward.finish()
@@ -184,7 +184,7 @@ def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other
         bench.manager.working.wait_for_fetch(fourth)
         bench.make_all()
         assert bench.happened("visit") == [(2, 0), (2, 1)] + [(1, 0), (1, 1)] * required, "what has left waits"
-        assert bench.early.reconcile(bench.recipe) == ({1, 2} if required else {2})
+        assert bench.early.reconcile(bench.recipe)[0] == ({1, 2} if required else {2})
         bench.manager.check()
 
 
@@ -204,7 +204,7 @@ def test_what_was_guessed_right_becomes_the_content() -> None:
         bench.make_all()
         used = bench.store.used_bytes
         counted = versions(bench.manager)
-        assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {0, 1, 2}
         deleted = UNITS * bench.manager.tiers.plan.aside_bytes(bench.manager.units[0])
         assert used - bench.store.used_bytes == deleted, "the old content"
         after = bench.content()
@@ -225,7 +225,7 @@ def test_the_content_goes_on_from_there() -> None:
             for index in (2, 1, 0):
                 bench.add(index)
             bench.make_all()
-            assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
+            assert bench.early.reconcile(bench.recipe)[0] == {0, 1, 2}
             bench.manager.drop_gradients()
             bench.fetch(0, 1, 2)
             seen: list[int] = []
@@ -243,7 +243,7 @@ def test_what_was_guessed_wrong_changes_nothing() -> None:
         for index in (2, 1, 0):
             bench.add(index)
         bench.make_all()
-        assert bench.early.reconcile(FakeRecipe(bench.store, version="clipped")) == set()
+        assert bench.early.reconcile(FakeRecipe(bench.store, version="clipped"))[0] == set()
         assert bench.store.objects == before
         assert bench.manager.tiers.counters.early_units == 0 and bench.manager.tiers.counters.early_units_dropped == 3
         bench.manager.check()
@@ -254,7 +254,7 @@ def test_what_is_under_way_at_the_step_is_finished_and_what_waits_is_left() -> N
         for index in (2, 1, 0):
             bench.add(index)
         assert bench.happened("get") == [(2, "master", 0), (2, "master", 1)]
-        assert bench.early.reconcile(bench.recipe) == {2}
+        assert bench.early.reconcile(bench.recipe)[0] == {2}
         assert bench.happened("visit") == [(2, 0), (2, 1)]
         assert not bench.store.flying
         bench.manager.check()
@@ -277,7 +277,7 @@ def test_what_has_no_backward_left_to_go_beside_is_left_to_the_forward() -> None
         bench.add(0)
         bench.make_all()
         assert bench.happened("visit") == [(2, 0), (2, 1), (1, 0), (1, 1)]
-        assert bench.early.reconcile(bench.recipe) == {1, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {1, 2}
         bench.manager.check()
 
 
@@ -347,7 +347,7 @@ def test_what_is_under_way_is_given_up_where_the_guess_was_wrong() -> None:
         bench.arrive()
         bench.manager.advance_updates(bench.guess)
         assert bench.happened("visit")
-        assert bench.early.reconcile(FakeRecipe(bench.store, version="clipped")) == set()
+        assert bench.early.reconcile(FakeRecipe(bench.store, version="clipped"))[0] == set()
         assert bench.store.objects == before and not bench.store.flying
 
 
@@ -365,7 +365,7 @@ def test_a_gradient_that_changes_withdraws_its_unit(when: str) -> None:
             key: data for key, data in before.items() if key[0] == 2
         }
         bench.make_all()
-        assert 2 not in bench.early.reconcile(bench.recipe)
+        assert 2 not in bench.early.reconcile(bench.recipe)[0]
         bench.manager.check()
 
 
@@ -386,7 +386,7 @@ def test_whoever_looks_or_drops_withdraws_all(who: str) -> None:
         else:
             bench.manager.finish_updates()
         assert bench.store.objects == before and not bench.store.flying
-        assert bench.early.reconcile(bench.recipe) == set()
+        assert bench.early.reconcile(bench.recipe)[0] == set()
         bench.manager.check()
 
 
@@ -394,8 +394,8 @@ def test_a_reader_that_disturbs_nothing_finds_staging_free_and_the_updates_go_on
     with watching(more=1) as bench:
         for index in (2, 1, 0):
             bench.add(index)
-        waiting = [update.unit.index for update in bench.early._waiting]
-        assert bench.early._open and waiting, "one is begun, others wait"
+        waiting = [update.unit.index for update in bench.early._queue.waiting]
+        assert bench.early._queue.open and waiting, "one is begun, others wait"
         before = {key: data for key, data in bench.content().items() if key[1] in ("param", "master")}
         seen: list[tuple[int, int]] = []
 
@@ -408,9 +408,9 @@ def test_a_reader_that_disturbs_nothing_finds_staging_free_and_the_updates_go_on
 
         bench.manager.stream(bench.manager.units, visit, reads=ROLES | {Role.GRAD}, keep_early=True)
         assert seen == [(index, number) for index in range(UNITS + 1) for number in range(2)]
-        assert [update.unit.index for update in bench.early._waiting] == waiting, "nothing more was begun"
+        assert [update.unit.index for update in bench.early._queue.waiting] == waiting, "nothing more was begun"
         bench.make_all()
-        assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {0, 1, 2}
         bench.manager.check()
 
 
@@ -423,9 +423,9 @@ def test_an_error_does_not_keep_a_reader_that_disturbs_nothing(kind: str) -> Non
             bench.add(index)
         bench.early.rest()
         bench.store.fail = lambda what, key, count: None
-        assert bench.store.objects == before and not bench.early._open and not bench.early._done
+        assert bench.store.objects == before and not bench.early._queue.open and not bench.early._done
         bench.add(1)
-        assert not bench.early._open, "nothing more in this step"
+        assert not bench.early._queue.open, "nothing more in this step"
         bench.manager.check()
 
 
@@ -435,7 +435,7 @@ def test_only_where_the_old_content_stays_and_the_gradient_waits(home: Homes) ->
         for index in range(UNITS):
             bench.add(index)
         bench.make_all()
-        assert bench.early.reconcile(bench.recipe) == set()
+        assert bench.early.reconcile(bench.recipe)[0] == set()
         assert not bench.happened("visit")
 
 
@@ -448,7 +448,7 @@ def test_room_is_never_exceeded() -> None:
                 bench.add(index)
             bench.make_all()
             assert bench.store.used_bytes - settled == bench.manager.tiers.plan.aside_bytes(bench.manager.units[0])
-            assert bench.early.reconcile(bench.recipe) == {2}
+            assert bench.early.reconcile(bench.recipe)[0] == {2}
             bench.manager.drop_gradients()
             bench.fetch(2)
 
@@ -460,7 +460,7 @@ def test_a_unit_that_somebody_looks_at_is_updated_in_place() -> None:
         for index in (2, 1, 0):
             bench.add(index)
         bench.make_all()
-        assert bench.early.reconcile(bench.recipe) == {0, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {0, 2}
         assert view.numel() and bench.manager.copies.of(1, Role.PARAM).state is State.RESIDENT
         del view, kept
 
@@ -473,7 +473,7 @@ def test_parameters_that_have_left_are_left_to_the_forward() -> None:
             bench.add(index)
         bench.make_all()
         assert not [key for key in bench.happened("get") if key[1] == "param"]
-        assert bench.early.reconcile(bench.recipe) == {0, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {0, 2}
         assert not {0, 2} & set(bench.manager.bound), "the copies on the device were of before the step"
 
 
@@ -487,7 +487,7 @@ def test_an_error_is_met_by_whoever_makes_the_update_afterwards(kind: str) -> No
             bench.arrive()
         bench.make_all()
         bench.store.fail = lambda what, key, count: None
-        assert bench.early.reconcile(bench.recipe) == set()
+        assert bench.early.reconcile(bench.recipe)[0] == set()
         assert bench.store.objects == before
         bench.manager.check()
 
@@ -782,6 +782,6 @@ def test_what_somebody_uses_at_the_step_is_left_to_the_forward() -> None:
             bench.add(index)
         bench.make_all()
         lease = bench.manager.acquire(2)
-        assert bench.early.reconcile(bench.recipe) == {0, 1}
+        assert bench.early.reconcile(bench.recipe)[0] == {0, 1}
         lease.close()
         bench.manager.check()

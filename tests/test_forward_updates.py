@@ -145,7 +145,7 @@ def test_units_that_need_no_slot_are_not_begun_all_at_once() -> None:
     """What is begun cannot leave the device; there are two slots, which stay free."""
     with pending(Homes(H, H, H), staging_slots=2) as (_, __, updates):
         updates.read_ahead()
-        assert len(updates._open) == 2 and len(updates._waiting) == UNITS - 2
+        assert len(updates._queues[0].open) == 2 and len(updates._queues[0].waiting) == UNITS - 2
         updates.finish()
 
 
@@ -221,7 +221,7 @@ def test_a_gradient_of_the_next_step_finishes_the_last_one_first() -> None:
     with pending() as (manager, store, updates):
         updates.require(0)
         manager.add_gradient(3, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
-        assert not updates._open and not updates._waiting
+        assert not updates._queues[0].open and not updates._queues[0].waiting
         assert happened(store, "visit")[-1] == (3, 1)
         updates.finish()
         assert not manager.forward.active
@@ -255,7 +255,7 @@ def test_memory_of_gradients_that_were_used_takes_further_chunks() -> None:
 def test_memory_of_a_gradient_is_left_before_the_next_one_comes() -> None:
     with pending(chunks=16) as (manager, store, updates):
         updates.require(3)
-        assert in_gradient_memory(manager, store) and not updates._waiting, "only writes are left"
+        assert in_gradient_memory(manager, store) and not updates._queues[0].waiting, "only writes are left"
         manager.add_gradient(0, 0, torch.ones(16 * CHUNK, dtype=torch.bfloat16), final=True)
         assert in_gradient_memory(manager, store) == set()
         assert {ticket.kind for ticket in store.flying} <= {"put"}, "what leaves staging goes on"
@@ -270,7 +270,7 @@ def test_there_are_no_more_slots_than_new_versions_have_room(spare: int, slots: 
     with pending(chunks=120, early_bytes=spare * size) as (manager, store, updates):
         assert manager.tiers.plan.most_slots == slots
         updates.finish()
-        pipeline = updates._pipeline
+        pipeline = updates._queues[0].pipeline
         assert len(pipeline._free) + len(pipeline._taken) == slots
 
 

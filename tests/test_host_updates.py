@@ -101,7 +101,7 @@ class Bench:
             self.manager.add_gradient(index, 0, gradient, final=True)
             for _ in range(2):
                 self.manager.advance_updates(lambda: self.recipe)
-                for ticket in [t for update in self.early._open for chunk in update.chunks for t in chunk.reading]:
+                for ticket in [t for u in self.early._queue.open for chunk in u.chunks for t in chunk.reading]:
                     ticket.wait()  # parameters that come from the device
 
     def content(self) -> list[list[int]]:
@@ -155,7 +155,7 @@ def test_what_was_guessed_right_becomes_the_content(home: Homes) -> None:
                 bench.worker.do(1)
                 bench.manager.advance_updates(lambda: bench.recipe)
             assert bench.raw() == before == [step - 1] * len(before), "the content stays as it is"
-            assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
+            assert bench.early.reconcile(bench.recipe)[0] == {0, 1, 2}
             assert versions(bench.manager) == [step + 1] * UNITS, "graphs of before are stale"
             bench.manager.drop_gradients()
             assert bench.content() == [[step] * len(found) for found in bench.content()]
@@ -171,7 +171,7 @@ def test_chunks_that_need_no_slots_are_large(home: Homes, monkeypatch: pytest.Mo
             bench.worker.do(1)
             bench.manager.advance_updates(lambda: bench.recipe)
         assert sorted(bench.recipe.visited) == [(0, 0), (1, 0), (2, 0)]
-        assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {0, 1, 2}
 
 
 @pytest.mark.parametrize("home", HOMES, ids=str)
@@ -180,7 +180,7 @@ def test_what_was_guessed_wrong_changes_nothing(home: Homes) -> None:
         bench.add(2, 1, 0)
         bench.worker.do(3)
         bench.manager.advance_updates(lambda: bench.recipe)
-        assert bench.early.reconcile(FakeRecipe(version="clipped")) == set()
+        assert bench.early.reconcile(FakeRecipe(version="clipped"))[0] == set()
         assert not bench.worker.queue and set(bench.raw()) == {0}
         counters = bench.manager.tiers.counters
         assert counters.early_units == 0 and counters.early_units_dropped == 2, "one was not begun"
@@ -191,7 +191,7 @@ def test_the_step_finishes_what_the_worker_is_at_and_leaves_what_only_waits(home
     with watching(home) as bench:
         bench.add(2, 1, 0)
         bench.worker.do(1)
-        assert bench.early.reconcile(bench.recipe) == {2}
+        assert bench.early.reconcile(bench.recipe)[0] == {2}
         assert bench.recipe.visited == [(2, 0), (2, 1)] and not bench.worker.queue
         assert bench.manager.tiers.counters.early_units_dropped == 0
 
@@ -219,7 +219,7 @@ def test_whoever_comes_between_waits_for_the_worker_and_undoes(home: Homes, who:
             manager.stream(manager.units, _zero, reads=frozenset(), writes=ROLES)
         assert begun.over, "it was waited for"
         assert bench.recipe.visited == [(2, 0), (2, 1)] and set(bench.raw()) == {0}
-        taken = bench.early.reconcile(bench.recipe)
+        taken = bench.early.reconcile(bench.recipe)[0]
         assert 2 not in taken and all(shard.readers == 0 for shard in manager.copies)
 
 
@@ -237,7 +237,7 @@ def test_a_reader_that_disturbs_nothing_sees_the_old_content_and_the_guess_stays
     with watching(HOMES[0]) as bench:
         bench.add(2, 1)
         assert set(map(max, bench.content())) == {0}
-        assert bench.early.reconcile(bench.recipe) == {1, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {1, 2}
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -247,18 +247,18 @@ def test_updates_go_on_while_a_gradient_waits_for_room(index: int, monkeypatch: 
         manager, gradient = bench.manager, torch.ones(2 * CHUNK, dtype=torch.bfloat16)
         bench.add(2)
         manager.add_gradient(1, 0, gradient, final=True)
-        assert [update.unit.index for update in bench.early._open] == [2]
+        assert [update.unit.index for update in bench.early._queue.open] == [2]
         left = iter([True])
         monkeypatch.setattr(manager.gradients, "await_next", lambda room_for=None: next(left, False))
         manager.add_gradient(index, 0, gradient, final=True)
-        assert [update.unit.index for update in bench.early._open] == ([2, 1] if index == 0 else [2])
+        assert [update.unit.index for update in bench.early._queue.open] == ([2, 1] if index == 0 else [2])
 
 
 def test_only_units_that_the_plan_has_room_for() -> None:
     with watching(HOMES[0], spare=range(1, 3)) as bench:
         bench.add(2, 1, 0)
         bench.worker.do(len(bench.worker.queue))
-        assert bench.early.reconcile(bench.recipe) == {1, 2}
+        assert bench.early.reconcile(bench.recipe)[0] == {1, 2}
 
 
 def test_an_error_of_the_arithmetic_is_told_and_undone() -> None:
@@ -301,7 +301,7 @@ def test_parameters_on_their_way_to_the_device_are_awaited_before_their_old_home
             homes.append(home.address)
             bench.add(2)
             bench.worker.do(2)
-            assert bench.early.reconcile(bench.recipe) == {2}
+            assert bench.early.reconcile(bench.recipe)[0] == {2}
             bench.manager.drop_gradients()
         assert homes[0] == homes[2] != homes[1]
         assert awaited == [homes[1], homes[0], homes[1]]
@@ -333,8 +333,8 @@ def arrive(engine: Engine) -> None:
     assert step is not None
     manager.gradients.await_copies()
     manager.advance_updates(step.guess)
-    while manager.backward._open:
-        for chunk in manager.backward._open[0].chunks:
+    while manager.backward._queue.open:
+        for chunk in manager.backward._queue.open[0].chunks:
             for under_way in (*chunk.reading, *([chunk.task] if chunk.task else [])):
                 under_way.wait()
         manager.advance_updates(step.guess)

@@ -61,6 +61,9 @@ CASES = [
     Case(DESKTOP, "nvme", "nvme", 24576),
     Case(DESKTOP, "cpu", "nvme", 8192, micro_batches=3),
     Case(DESKTOP, "cpu", "nvme", 24576, clips=True),
+    Case(DESKTOP, "auto", "auto", 2048, host=0.052),  # one unit has states on NVMe
+    Case(DESKTOP, "auto", "auto", 2048, clips=True, host=0.052),
+    Case(DESKTOP, "auto", "auto", 2048, host=0.04),
     Case(H200, "none", "none", 8192),
     Case(H200, "none", "cpu", 16384, rooms=("60GiB", "100GiB", "0")),
     Case(H200, "none", "cpu", 8192, clips=True, rooms=("16GiB", "100GiB", "0")),
@@ -95,7 +98,7 @@ def by_clock_and_by_formula(case: Case) -> tuple[float, float]:
     with engine_clock(machine, dry=True, updates=case.states == "none") as watch, tempfile.TemporaryDirectory() as path:
         options: dict[str, Any] = {"device": "sim", "max_memory": memory, "offload_param": case.param}
         options |= {"gradient_accumulation_steps": case.micro_batches, "max_grad_norm": 1e-3 if case.clips else None}
-        if "nvme" in case.states or (case.rooms and case.rooms[2] != "0"):
+        if case.states in ("nvme", "auto") or (case.rooms and case.rooms[2] != "0"):
             memory["nvme"] = "400GB"
             options |= {"nvme_path": path}
         options |= activations_of(case)

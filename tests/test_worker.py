@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import CancelledError
 
 import pytest
@@ -48,11 +48,11 @@ class Step:
         for role in ROLES & chunk.addresses.keys():
             poke(chunk.addresses[role], bytes([peek(chunk.addresses[role], 1)[0] + 1]))
 
-    def begin(self) -> None:
+    def begin(self, under_way: Collection[int]) -> None:
         for unit in self.manager.units:
             self.manager.add_gradient(unit.index, 0, torch.ones(unit.numel, dtype=torch.bfloat16), final=True)
         self.store.events.clear()
-        self.updates.begin(self.manager.units, self.visit)
+        self.updates.begin(self.manager.units, self.visit, under_way=under_way)
 
     def first_bytes(self) -> list[set[int]]:
         """Return the first byte of each role, per chunk of all units."""
@@ -66,18 +66,19 @@ class Step:
 
 
 @contextlib.contextmanager
-def stepping(*homes: Homes, chunks: int = 2, working: int = UNITS) -> Iterator[Step]:
-    """The device has room for `working` units."""
+def stepping(*homes: Homes, chunks: int = 2, working: int = UNITS, under_way: Collection[int] = ()) -> Iterator[Step]:
+    """The device has room for `working` units; backward has updates of `under_way`."""
     units = [make_unit(index, [chunks * CHUNK]) for index in range(UNITS)]
     given = (homes * UNITS)[:UNITS]
-    plan = make_plan_with(units, given, chunk_numel=CHUNK, working_bytes=working * units[0].param_bytes)
+    room = working * units[0].param_bytes
+    plan = make_plan_with(units, given, chunk_numel=CHUNK, working_bytes=room, device_is_host=False)
     store = FakeStore()
     with late_worker() as worker:
         manager = make_manager(plan, store, device=ApartDevice())
         step = Step(manager, store, worker)
         try:
             manager.stream(units, _zero, reads=frozenset(), writes=ROLES)
-            step.begin()
+            step.begin(under_way)
             yield step
         finally:
             for ticket in list(store.flying):
@@ -150,9 +151,105 @@ def test_what_is_in_memory_does_not_wait_for_the_drive() -> None:
         step.worker.do(2)
         assert step.visited == [(1, 0), (3, 0)]
         step.updates.advance()
-        assert 1 in step.updates, "it is seen in its turn"
+        assert [index in step.updates for index in range(UNITS)] == [True, False] * 2
         step.updates.finish()
         assert not step.updates.active
+        step.manager.check()
+
+
+LATE = (IN_MEMORY, IN_MEMORY, ON_NVME, IN_MEMORY)  # what needs the drive is not needed soon
+
+
+def let_fly(store: FakeStore) -> None:
+    """Let all that is on its way come to its end, whatever it is."""
+    for ticket in list(store.flying):
+        with contextlib.suppress(SwapError):
+            ticket.wait()
+
+
+def test_the_drive_goes_on_while_others_are_updated() -> None:
+    with stepping(*LATE, chunks=8) as step:
+        step.updates.read_ahead()
+        assert step.store.flying and len(step.worker.queue) == 3
+        let_fly(step.store)
+        step.updates.advance()
+        step.worker.do(1)
+        assert step.visited == [(2, 0)], "before what was given earlier"
+        let_fly(step.store)
+        step.manager.acquire(0).close()
+        assert ("put", (2, "master", 0)) in step.store.events or step.store.flying, "it leaves meanwhile"
+        assert {unit for unit, _ in step.visited} == {0, 2}
+        step.updates.finish()
+        assert step.first_bytes() == [{1}, {1}, *[{1}] * 8, {1}]
+
+
+def test_a_read_that_fails_is_repeated_by_who_needs_it() -> None:
+    with stepping(*LATE) as step:
+        step.store.fail = lambda kind, key, count: SwapError("worn out") if (kind, count) == ("get", 0) else None
+        step.updates.read_ahead()
+        let_fly(step.store)
+        for index in (0, 1, 3):
+            step.manager.acquire(index).close()
+            assert 2 in step.updates, "nobody else is told"
+        step.manager.acquire(2).close()
+        step.updates.finish()
+        assert step.first_bytes() == [{1}, {1}, {1}, {1}, {1}]
+
+
+def test_a_write_that_fails_is_told_to_who_waits_for_another() -> None:
+    with stepping(*LATE, chunks=8) as step:
+        step.store.fail = lambda kind, key, count: SwapError("no space") if kind == "put" else None
+        step.updates.read_ahead()
+        while step.updates.failure is None:
+            let_fly(step.store)
+            step.updates.advance()
+            step.worker.do(min(len(step.worker.queue), 1))
+        with pytest.raises(SwapError, match="no space"):
+            step.manager.acquire(1)
+        with pytest.raises(StateError, match="failed half way.*no space"):
+            step.manager.acquire(0)
+        assert not step.worker.queue
+        step.manager.check()
+
+
+@pytest.mark.parametrize("updated", [True, False])
+def test_what_needs_the_drive_waits_for_what_backward_has_under_way(updated: bool) -> None:
+    with stepping(IN_MEMORY, ON_NVME, ON_NVME, IN_MEMORY, under_way={1}) as step:
+        step.updates.advance()
+        assert len(step.worker.queue) == 2 and not step.store.flying
+        assert all(index in step.updates for index in range(UNITS))
+        step.updates.join(step.manager.ahead, {1} if updated else set())
+        assert (1 in step.updates) is not updated
+        step.updates.finish()
+        assert step.first_bytes() == [{1}, *[{0 if updated else 1}] * 2, {1}, {1}, {1}]
+        step.begin(())
+        step.updates.finish()
+        step.manager.check()
+
+
+ON_DEVICE = Homes(D, H, H)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_what_passes_through_staging_meanwhile_has_the_slots_that_backward_leaves(slots: int) -> None:
+    with stepping(ON_DEVICE, ON_NVME, ON_DEVICE, ON_NVME, chunks=4, under_way={1}) as step:
+        left = [buffer.address for buffer in step.manager.tiers.staging[:slots]]
+        for _ in range(6):
+            step.updates.advance_beside(lambda: left.pop() if left else None)
+        step.updates.join(step.manager.ahead, ())
+        for index in (2, 0, 3, 1):
+            step.manager.acquire(index).close()
+        assert step.first_bytes() == [{1}] * 16
+        step.manager.check()
+
+
+def test_a_step_that_is_lost_half_way_leaves_nothing_with_the_worker() -> None:
+    with stepping(IN_MEMORY, ON_NVME, under_way={1}) as step:
+        step.updates.advance()
+        step.updates.lose(RuntimeError("not now"))
+        assert not step.worker.queue
+        with pytest.raises(StateError, match="failed half way.*not now"):
+            step.manager.acquire(0)
         step.manager.check()
 
 

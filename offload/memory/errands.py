@@ -64,10 +64,12 @@ class Errands(Generic[T]):
                 _, _, errand, future = heapq.heappop(self._queue)
             _do(errand, 0, future)
 
-    def close(self) -> None:
-        """Do what is left to do, and end the threads. Idempotent."""
+    def close(self, *, cancel: bool = False) -> None:
+        """Do what is left to do, or take that back, and end the threads. Idempotent."""
         with self._changed:
             self._closed = True
+            for *_, future in self._queue if cancel else ():
+                future.cancel()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -86,6 +88,8 @@ class Errands(Generic[T]):
 
 
 def _do(errand: Errand[T], number: int, future: Future[T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(errand(number))
     except BaseException as error:

@@ -254,18 +254,21 @@ class Step:
         updated = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
         counted = {unit.index: recipe.updated(unit) for unit in updated}
         manager.tiers.refuse_in_use(updated)
-        taken = manager.backward.reconcile(recipe)
+        taken, under_way = manager.backward.reconcile(recipe)
         here = [unit for unit in updated if manager.on_device.makes(unit)]
         left = [unit for unit in updated if unit.index not in taken and unit not in here]
         order, stays = manager.order_of_use(), manager.tiers.plan.stays
         left.sort(key=lambda unit: (not stays(unit), order[unit.index]))
         try:
             manager.on_device.make(here, recipe.visit)
-            manager.forward.begin(left, recipe.visit, manager.ahead)
+            manager.forward.begin(left, recipe.visit, manager.ahead, under_way)
+            if under_way:
+                manager.forward.join(manager.ahead, manager.backward.finish(recipe, manager.forward.advance_beside))
         except BaseException as error:
-            manager.ahead.drop(keep_slots=False)
-            if taken or here:
+            if taken or here or manager.forward.hides_any:
                 manager.forward.lose(error)
+            manager.backward.withdraw_all()
+            manager.ahead.drop(keep_slots=False)
             raise
         for index, slots in counted.items():
             for slot in slots:

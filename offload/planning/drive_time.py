@@ -9,7 +9,8 @@ in a step, the drive    and
 earlier micro-batches   reads parameters twice, writes gradients, and from the second on reads them, beside compute
 backward, unit by unit  the same, and updates beside: as a gradient comes, the latest first, half of the slots per unit
 its end                 ends the update that is under way, while nothing is computed
-next forward            makes a unit's update before the unit; while units are computed, as much ahead as slots hold
+next forward            makes a unit's update before the unit; while units are computed, as much ahead as slots hold;
+                        while the CPU updates a unit that needs no drive, whatever comes next
 ======================= ==============================================================================================
 
 Half of the slots, as the others are being written, and who starts transfers comes by once per unit. An update begins
@@ -26,6 +27,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import sys
+from collections.abc import Collection
 
 from offload.memory.budget import Tier
 from offload.planning.plan import Plan
@@ -33,6 +36,8 @@ from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 
 FORWARD_SHARE = 1 / 4  # of compute
+CPU_BYTES = 26  # per parameter, that the CPU reads and writes for an update
+CPU_SPEED = 25  # bytes of it while the drive moves one: more than on most machines, so that little is hoped for
 BEHIND = 2  # units that backward is ahead of updates beside it
 
 
@@ -49,6 +54,7 @@ class _Load:
         early: its update asks for the drive, and may be made during backward.
         states: of `update`, read, and as much written.
         in_memory: its gradient is.
+        beside: what the CPU takes for its update, while the drive goes on with those of others.
     """
 
     share: float
@@ -60,6 +66,7 @@ class _Load:
     early: bool
     states: int
     in_memory: bool
+    beside: float
 
 
 class DriveTime:
@@ -68,14 +75,15 @@ class DriveTime:
     def __init__(self, plan: Plan) -> None:
         units = plan.request.units
         total = sum(unit.numel for unit in units)
-        self._loads = [_load(plan, unit, total) for unit in units]
+        beside = plan.beside_drive()
+        self._loads = [_load(plan, unit, total, beside) for unit in units]
         self._copies = [0, *itertools.accumulate(load.copy for load in self._loads)]  # of all units before each
         self._working = plan.working_bytes
         self._slots = plan.staging_slots
         self._clips = plan.request.clips
-        beside = any(plan.updates_early(unit) for unit in units) and not self._clips
-        self._slots_behind = plan.most_slots if beside else plan.staging_slots  # in memory of gradients, too
-        self._ahead = plan.ahead_bytes if self._clips else 0
+        early = any(plan.updates_early(unit) for unit in units) and not self._clips
+        self._slots_behind = plan.most_slots if early else plan.staging_slots  # in memory of gradients, too
+        self._ahead_bytes = plan.ahead_bytes if self._clips else 0
 
     def work(self, micro_batches: int) -> int:
         """Return the bytes that the drive moves in a step."""
@@ -132,7 +140,7 @@ class DriveTime:
         writes what the last ones have made.
         """
         late = [index for index, load in enumerate(self._loads) if load.update]
-        room = min(self._ahead, size)
+        room = min(self._ahead_bytes, size)
         for index in late:
             if not self._loads[index].in_memory:
                 break
@@ -145,6 +153,19 @@ class DriveTime:
             left[index] -= moved
             room -= moved
 
+    def _ahead(self, left: list[float], first: int, end: int, room: float, slots: float) -> int:
+        """Take from `left` what the drive does of units [first, end) in `room`; returns the first that is not done."""
+        held = 0.0
+        while first < end and room > 0:
+            moved = min(left[first], room, max(slots * self._loads[first].chunk - held, 0.0))
+            left[first] -= moved
+            room -= moved
+            held += moved
+            if left[first] > 0:
+                break
+            first += 1
+        return first
+
     def _forward(self, compute: float, left: list[float]) -> float:
         """Return the length of the forward with what is `left` of updates."""
         length, ahead = 0.0, 0
@@ -153,21 +174,13 @@ class DriveTime:
             length += left[index] + (0 if late[index] else load.param) + compute * load.share
             left[index] = 0.0
             ahead = max(ahead, index + 1)
-            room = compute * load.share
-            held = 0.0
             reach = bisect.bisect_right(self._copies, self._copies[index] + self._working) - 1
-            while ahead < min(reach, len(left)) and room > 0:
-                moved = min(left[ahead], room, max(self._slots_behind * self._loads[ahead].chunk - held, 0.0))
-                left[ahead] -= moved
-                room -= moved
-                held += moved
-                if left[ahead] > 0:
-                    break
-                ahead += 1
+            ahead = self._ahead(left, ahead, len(left), load.beside, sys.maxsize)
+            ahead = self._ahead(left, ahead, min(reach, len(left)), compute * load.share, self._slots_behind)
         return length
 
 
-def _load(plan: Plan, unit: Unit, total_numel: int) -> _Load:
+def _load(plan: Plan, unit: Unit, total_numel: int, beside: Collection[int]) -> _Load:
     request, homes = plan.request, plan.homes[unit.index]
     param = unit.param_bytes if homes.param is Tier.NVME else 0
     grad = request.role_bytes(unit, Role.GRAD) if homes.grad is Tier.NVME else 0
@@ -183,4 +196,5 @@ def _load(plan: Plan, unit: Unit, total_numel: int) -> _Load:
         early=update > 0 and not request.clips and plan.updates_early(unit),
         states=states,
         in_memory=homes.grad is Tier.HOST,
+        beside=unit.numel * CPU_BYTES / CPU_SPEED if unit.index in beside else 0.0,
     )

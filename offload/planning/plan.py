@@ -20,6 +20,7 @@ from offload.planning.units import Unit
 from offload.sizes import PAGE_BYTES, figures, format_bytes, whole_pages
 
 STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
+LARGE_CHUNK_NUMEL = 16 << 20  # of what needs no slot, in one piece
 NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
 _COLUMNS = ("parameters", "gradients", "states", "buffers", "total", "budget")
 NEAR_SHARE = 8  # this part of the device's activations is for those that leave last, and those that come and go
@@ -98,7 +99,7 @@ class Plan:
 
         They are read before the step. As much may be on its way home still from the step before.
         """
-        left, total, request = self.staging_slots, 0, self.request
+        left, total, request = self.staging_slots - self.slots_beside, 0, self.request
         for unit, homes in zip(request.units, self.homes, strict=True):
             if left and homes.states is Tier.NVME and homes.grad is Tier.HOST and request.world_size == 1:
                 for _, begin, end in self.chunks(unit, Role.GRAD)[:left]:
@@ -147,6 +148,28 @@ class Plan:
         if self.request.spare_bytes(unit, self.homes[unit.index]):
             return unit.index in self.spare_units
         return self.aside_bytes(unit) > 0
+
+    def beside_drive(self) -> frozenset[int]:
+        """Return the units without anything on NVMe that the CPU updates beside others; none on a CPU."""
+        homes, request = self.homes, self.request
+        updated = {unit.index for unit in request.units if unit.trainable and not self.on_device(unit)}
+        beside = {i for i in updated if Tier.NVME not in (homes[i].param, homes[i].grad, homes[i].states)}
+        return frozenset(beside) if beside != updated and not request.device_is_host else frozenset()
+
+    @property
+    def slots_beside(self) -> int:
+        """Slots of staging for those of :meth:`beside_drive`: by their part of the bytes that pass through it."""
+        beside, passing = self.beside_drive(), {True: 0, False: 0}
+        for unit, homes in zip(self.request.units, self.homes, strict=True):
+            roles = {Role.PARAM: homes.param, Role.GRAD: homes.grad, **dict.fromkeys(STATE_ROLES, homes.states)}
+            spare = unit.index in self.spare_units and homes.states is Tier.HOST
+            if unit.trainable and not self.on_device(unit) and not spare:
+                passes = (self.role_bytes(unit, role) for role, home in roles.items() if home is not Tier.HOST)
+                passing[unit.index in beside] += sum(passes)
+        if not passing[True]:
+            return 0
+        least, share = STAGING_SLOTS // 2, passing[True] / sum(passing.values())
+        return min(max(round(self.staging_slots * share), least), self.staging_slots - least)
 
     def on_device(self, unit: Unit) -> bool:
         """Tell whether a unit is updated by a device that is not the CPU; see :meth:`Request.on_device`."""

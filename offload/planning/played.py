@@ -5,7 +5,8 @@ Owns the order in which things happen, as :class:`.Lanes` lets time go by:
 * The device computes unit by unit, each once its parameters are there and the host has given it the work.
 * A gradient goes to the host and is taken there by the CPU, beside updates.
 * A unit that has room beside its old content is updated during backward: the one whose gradient came last comes first.
-* When all gradients are there, what has begun is finished. All other units follow in the order of the forward.
+* When all gradients are there, what has begun is finished. All other units follow in the order of the forward: those
+  with something on NVMe in a line of their own, so that the drive goes on while others are updated.
 * A unit's new parameters go to the device once the unit is updated, or where they were read anew.
 * What passes through staging goes in pieces. Some are read while others are written, also into the next backward.
 * If a step clips, no unit is updated during backward, but staging fills with states.
@@ -25,7 +26,7 @@ from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.lanes import CALLS, COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
 from offload.planning.moved import Moved, gradient_of, update_of
-from offload.planning.plan import Plan
+from offload.planning.plan import LARGE_CHUNK_NUMEL, Plan
 from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -34,6 +35,7 @@ MOST_QUEUED = 3  # units in host memory that the CPU has at once
 STEPS = 2  # that are played
 AHEAD = 2  # units that come while another one is used
 LEAST_PIECES, MOST_PIECES = 2, 32  # of a unit: more of them change little
+AT_ONCE = 8  # pieces for which staging has room, at least
 CHUNK_CALLS = 16  # calls of the host to bring a chunk from the device and send it back
 
 
@@ -54,6 +56,21 @@ class Pass:
     fetched: Collection[int]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class _Line:
+    """Updates that go one behind the other.
+
+    Attributes:
+        room_bytes: of staging.
+        staged: bytes in it.
+        in_flight: pieces, and units that do not pass through staging.
+    """
+
+    room_bytes: float
+    staged: float = 0.0
+    in_flight: int = 0
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Way:
     """A trained unit's gradient and update.
@@ -66,6 +83,7 @@ class _Way:
         aside_bytes: of the drive for that.
         pieces: in which it passes through staging; 0 if it does not.
         piece_bytes: of staging for each.
+        line: of those that are made when all gradients are there.
     """
 
     unit: Unit
@@ -76,6 +94,7 @@ class _Way:
     aside_bytes: int
     pieces: int
     piece_bytes: float
+    line: _Line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,7 +168,9 @@ class _Play:
         self._lanes = Lanes(hardware)
         self._activations = None if saved is None else PlayedActivations(self._lanes, hardware, saved)
         self._moments: defaultdict[tuple[int, str, int], Moment] = defaultdict(Moment)
-        self._staging_bytes = float(plan.staging_slots * plan.staging_slot_bytes)
+        self._is_beside = plan.beside_drive()
+        self._first = _Line(float((plan.staging_slots - plan.slots_beside) * plan.staging_slot_bytes))
+        self._beside = _Line(float(plan.slots_beside * plan.staging_slot_bytes))
         trained = [unit for unit in self._units if unit.trainable and not plan.on_device(unit)]
         self._ways = {unit.index: self._way(unit) for unit in trained}
         self._changed = Moment()  # of what a process that updates may wait for
@@ -157,8 +178,7 @@ class _Play:
         self._offered: list[_Way] = []  # units whose gradients have come, the last one behind
         self._missing = 0  # gradients
         self._queue: deque[tuple[_Way, Moment]] = deque()  # units in host memory that the CPU has, once all is there
-        self._in_flight = 0  # pieces, and units that do not pass through staging
-        self._staged = self._read_ahead = 0.0  # bytes in staging, and of them those that were read ahead
+        self._read_ahead = 0.0  # bytes in staging that were read ahead
         self._is_reading_ahead = False
         self._begun = 0.0  # bytes that backward has begun with, and that were not updated yet
         self._here_until_s = 0.0  # until when the host's thread passes
@@ -167,10 +187,12 @@ class _Play:
 
     def _way(self, unit: Unit) -> _Way:
         plan, home = self._plan, self._plan.home(unit, Role.PARAM)
+        line = self._beside if unit.index in self._is_beside else self._first
         update, pieces, through = update_of(plan, unit), 0, 0
         if update.drive_read or update.drive_write or (home is Tier.DEVICE and unit.index not in plan.spare_units):
             through = max(update.drive_read, update.drive_write, unit.param_bytes)
-            pieces = min(max(math.ceil(through * MOST_PIECES / max(self._staging_bytes, 1)), LEAST_PIECES), MOST_PIECES)
+            times = through / max(line.room_bytes, 1)
+            pieces = max(min(math.ceil(times * MOST_PIECES), MOST_PIECES), math.ceil(times * AT_ONCE), LEAST_PIECES)
         return _Way(
             unit,
             gradient_of(plan, unit, first=not self._adds),
@@ -179,7 +201,8 @@ class _Play:
             not self._clips and plan.updates_early(unit),
             plan.aside_bytes(unit),
             pieces,
-            min(through / max(pieces, 1), self._staging_bytes / MOST_PIECES),
+            min(through / max(pieces, 1), line.room_bytes / AT_ONCE),
+            line,
         )
 
     def result(self) -> Played:
@@ -272,10 +295,11 @@ class _Play:
 
     def _bring(self, step: int, which: Pass, name: str) -> Process:
         """Bring parameters to the device, in the order of a pass."""
+        behind = self._begins(which)
         for position, index in enumerate(which.order):
             unit, way = self._units[index], self._ways.get(index) if name == "on" else None
-            if position >= AHEAD:
-                yield self._moment(step, f"{name}: begun", which.order[position - AHEAD])
+            if behind[position] >= 0:
+                yield self._moment(step, f"{name}: begun", which.order[behind[position]])
             if way is not None:
                 yield self._moment(step, "updated", index)
                 if way.home is Tier.DEVICE or (index not in self._early and self._is_sent(way)):
@@ -286,6 +310,17 @@ class _Play:
                 self._lanes.begin(self._send(step, unit, f"{name}: here"))
             else:
                 self._come(step, f"{name}: here", index)
+
+    def _begins(self, which: Pass) -> list[int]:
+        """Return per unit of a pass which one begins before it may come: two before it, or more if there is room."""
+        found, first, bytes_there = list[int](), 0, 0
+        for position, index in enumerate(which.order):
+            bytes_there += self._units[index].param_bytes if index in which.fetched else 0
+            while bytes_there > self._plan.working_bytes:
+                bytes_there -= self._units[which.order[first]].param_bytes if which.order[first] in which.fetched else 0
+                first += 1
+            found.append(min(first, position - AHEAD))
+        return found
 
     def _send(self, step: int, unit: Unit, then: str) -> Process:
         yield H2D, unit.param_bytes + self._hardware.copy_s * self._hardware.h2d_bytes_s
@@ -332,8 +367,10 @@ class _Play:
                 else:
                     self._queue.append((way, Moment()))
                     self._lanes.begin(self._download(*self._queue[-1]))
-            if not self._clips:
-                yield from self._rest()
+            beside = self._left_beside()
+            self._lanes.begin(self._make_beside(step, beside))
+            while not self._clips and (self._first.in_flight or self._queue):
+                yield self._changed
             self._offered.clear()
             self._come(step, "closed")
             for index in self._early:
@@ -342,12 +379,23 @@ class _Play:
             for index in self._forward.order:
                 if index in self._early:
                     self._come(step, "updated", index)
-                elif index in self._ways:
+                elif index in self._ways and index not in beside:
                     yield from self._update(step, self._ways[index])
+
+    def _left_beside(self) -> list[int]:
+        """Return units that are updated beside those that need the drive, all gradients being there."""
+        while self._is_beside and len(self._queue) > 1:
+            self._early.discard(self._queue.pop()[0].unit.index)
+        return [index for index in self._forward.order if index in self._is_beside and index not in self._early]
+
+    def _make_beside(self, step: int, indices: Sequence[int]) -> Process:
+        """Make the updates of these units, one behind the other."""
+        for index in indices:
+            yield from self._update(step, self._ways[index])
 
     def _rest(self) -> Process:
         """Wait until nothing is in flight."""
-        while self._in_flight or self._queue:
+        while self._first.in_flight or self._beside.in_flight or self._queue:
             yield self._changed
 
     def _download(self, way: _Way, here: Moment) -> Process:
@@ -377,10 +425,11 @@ class _Play:
         ahead, many = min(self._plan.ahead_bytes, self._readable_bytes()), max(len(self._ways), 1)
         piece, read = ahead / many / LEAST_PIECES, 0.0
         while read < ahead and self._missing:
-            if read + piece > ahead * (1 - self._missing / many) or self._staged + piece > self._staging_bytes:
+            line = self._first
+            if read + piece > ahead * (1 - self._missing / many) or line.staged + piece > line.room_bytes:
                 yield self._changed
                 continue
-            self._staged += piece
+            line.staged += piece
             read += piece
             self._is_reading_ahead = True
             yield READ, piece
@@ -391,7 +440,8 @@ class _Play:
     def _readable_bytes(self) -> int:
         """Return the bytes of states that forward needs before it needs staging for what cannot be read yet."""
         total = 0
-        for way in (self._ways[index] for index in self._forward.order if index in self._ways):
+        ways = (self._ways[index] for index in self._forward.order if index in self._ways)
+        for way in (way for way in ways if way.line is self._first):
             if way.pieces and (not way.update.drive_read or way.gradient.drive_write):
                 break
             total += way.update.drive_read
@@ -400,28 +450,29 @@ class _Play:
     def _update(self, step: int, way: _Way) -> Process:
         """Begin the pieces of a unit's update, as far as there is room for them."""
         early, pieces = way.unit.index in self._early, max(way.pieces, 1)
+        line = self._first if early else way.line
         for number in range(pieces):
-            known = min(way.update.drive_read / pieces, self._read_ahead)
+            known = min(way.update.drive_read / pieces, self._read_ahead) if line is self._first else 0.0
             wanted = max(way.piece_bytes - known, 0.0)
-            while way.pieces and self._staged + wanted > self._staging_bytes:
-                if not self._in_flight and not self._is_reading_ahead:
+            while way.pieces and line.staged + wanted > line.room_bytes:
+                if not line.in_flight and not self._is_reading_ahead:
                     break  # what was read ahead has the rest of its slots
                 yield self._changed
             while early and self._missing and not self._may_begin(wanted):
                 yield self._changed if self._host_is_here else self._passed
             self._read_ahead -= known
-            self._staged += wanted
+            line.staged += wanted
             self._begun += wanted * early
-            self._in_flight += 1
-            self._lanes.begin(self._piece(step, way, known, early=early, last=number == pieces - 1))
-        if not way.pieces and way.home is not Tier.DEVICE:
-            yield from self._rest()
+            line.in_flight += 1
+            self._lanes.begin(self._piece(step, way, line, known, early=early, last=number == pieces - 1))
+        while not way.pieces and way.home is not Tier.DEVICE and (line.in_flight or self._queue):
+            yield self._changed
 
     def _may_begin(self, size_bytes: float) -> bool:
         """Tell whether one more piece may be begun early: half of staging is for what is on its way home."""
-        return self._host_is_here and self._begun + size_bytes <= self._staging_bytes / 2
+        return self._host_is_here and self._begun + size_bytes <= self._first.room_bytes / 2
 
-    def _piece(self, step: int, way: _Way, known: float, *, early: bool, last: bool) -> Process:
+    def _piece(self, step: int, way: _Way, line: _Line, known: float, *, early: bool, last: bool) -> Process:
         """Bring a piece, all but what is `known` of it, update it, and let it leave."""
         unit, pieces, sends = way.unit, max(way.pieces, 1), not early and self._is_sent(way)
         if way.home is Tier.DEVICE:
@@ -432,7 +483,9 @@ class _Play:
         yield READ, way.update.drive_read / pieces - known
         while early and self._missing and not self._host_is_here:
             yield self._passed
-        yield UPDATE, way.update.cpu / pieces
+        turns = math.ceil(unit.numel / LARGE_CHUNK_NUMEL) if line is self._beside and not way.pieces else 1
+        for _ in range(turns):  # others have theirs between
+            yield UPDATE, way.update.cpu / pieces / turns
         while early and self._missing and not self._host_is_here:
             yield self._passed
         self._begun -= way.piece_bytes * early
@@ -447,6 +500,6 @@ class _Play:
         yield WRITE, way.update.drive_write / pieces
         if last and not early and waits:
             self._come(step, "updated", unit.index)
-        self._in_flight -= 1
-        self._staged = max(self._staged - max(way.piece_bytes, known), 0.0)
+        line.in_flight -= 1
+        line.staged = max(line.staged - max(way.piece_bytes, known), 0.0)
         self._note_change()

@@ -32,7 +32,7 @@ from offload.shards.leases import Leases
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, come_to_rest
 from offload.shards.tiers import Tiers
-from offload.shards.updates import Pace, Update, Updates
+from offload.shards.updates import Pace, Queue, Update, Updates
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class BackwardUpdates(Updates[_Guess]):
 
     def __init__(self, tiers: Tiers, safe_point: contextlib.AbstractContextManager[object]) -> None:
         super().__init__(tiers, safe_point, aside=True)
+        self._queue = Queue[_Guess](self._new_pipeline(), urgent=True)
         self._recipe: Recipe | None = None
         self._asked = False  # whether there is a recipe for this step
         self._refused = False  # whether no guess is worth its while
@@ -95,7 +96,6 @@ class BackwardUpdates(Updates[_Guess]):
         self._trained = sum(unit.trainable for unit in tiers.units)
         self._has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
         self._room_bytes = tiers.plan.early_bytes
-        self._waiting: list[_Guess] = []
         self._done: list[_Guess] = []
 
     @property
@@ -106,7 +106,7 @@ class BackwardUpdates(Updates[_Guess]):
     @property
     def has_more_to_do(self) -> bool:
         """Whether an update is under way, or waits for its turn."""
-        return bool(self._waiting or self._open)
+        return bool(self._queue.waiting or self._queue.open)
 
     @property
     def rests(self) -> bool:
@@ -120,11 +120,11 @@ class BackwardUpdates(Updates[_Guess]):
 
     def has_begun(self, index: int) -> bool:
         """Tell whether the update of unit `index` was begun."""
-        return any(update.unit.index == index for update in (*self._open, *self._done))
+        return any(update.unit.index == index for update in (*self._queue.open, *self._done))
 
     def idle_slot(self) -> int | None:
-        """Give a slot of staging away until the step, or :meth:`withdraw_all`, if those that are begun have others."""
-        slot = self._pipeline.give(keep=STAGING_SLOTS)
+        """Give a slot of staging away until backward's updates end, if those that are begun have others."""
+        slot = self._queue.pipeline.give(keep=STAGING_SLOTS)
         self.has_lent |= slot is not None
         return slot
 
@@ -150,10 +150,10 @@ class BackwardUpdates(Updates[_Guess]):
             with self._timed():
                 while completed:
                     self._offer(completed.popleft(), guess)
-                for _ in range(self._pipeline.ahead):
-                    if not self._work(Pace.READY):
+                for _ in range(self._queue.pipeline.ahead):
+                    if not self._work(self._queue, Pace.READY):
                         break
-                self._start(Pace.READY)
+                self._start(self._queue, Pace.READY)
         except OSError as error:
             self._give_up(error)
 
@@ -186,8 +186,8 @@ class BackwardUpdates(Updates[_Guess]):
         """
         try:
             with self._safe_point:
-                while self._open:
-                    self._work(Pace.OPEN)
+                while self._queue.open:
+                    self._work(self._queue, Pace.OPEN)
                 for update in self._done:
                     self._wait_until_written(update)
         except OSError as error:
@@ -202,7 +202,7 @@ class BackwardUpdates(Updates[_Guess]):
             return []
         tiers, wanted = self._tiers, []
         left = int((tiers.working.size_bytes or tiers.plan.working_bytes) * LARGEST_SHARE_KEPT)
-        for update in (*self._open, *reversed(self._waiting)):
+        for update in (*self._queue.open, *reversed(self._queue.waiting)):
             if update.unit.param_bytes <= left and tiers.updates_in_place(tiers.param(update.unit.index)):
                 left -= update.unit.param_bytes
                 wanted.append(update.unit.index)
@@ -215,26 +215,63 @@ class BackwardUpdates(Updates[_Guess]):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def reconcile(self, recipe: Recipe) -> set[int]:
-        """Keep what the step would do as well and undo the rest; returns the units that need no update any more.
+    def reconcile(self, recipe: Recipe) -> tuple[set[int], set[int]]:
+        """Keep what the step would do as well and undo the rest.
 
-        What is under way is finished first: these units came last in backward, so they come first in the forward. What
+        What is under way is finished first: these units came last in backward, so they come first in the forward. If
+        the CPU can update others without the drive meanwhile, :meth:`finish` does that, once these have begun. What
         only waits for the worker is left to the forward, which knows a better order.
+
+        Returns:
+            The units that need no update any more, and those that are under way.
         """
         if self._some_stay:  # compute waits for what is sent from now on, and reads of parameters must not
             self._tiers.mover.await_compute(self._tiers.deadline_s)
         self._tiers.gradients.completed.clear()
-        self._waiting.clear()
-        for update in reversed(list(self._open)):
+        self._queue.waiting.clear()
+        for update in reversed(list(self._queue.open)):
             if update.made_from != recipe.ranges(update.unit) or self._is_left(update):
                 self._drop(update)
-        try:
-            while self._open:
-                self._work(Pace.ALL)
-        except OSError as error:
-            logger.warning("early updates: %s", str(error))
-            for update in list(self._open):
+        if not self._beside_drive:
+            return self.finish(recipe), set()
+        taken = self._take_done(recipe)
+        for update in reversed(list(self._queue.open)):
+            if self._is_viewed(update):
                 self._drop(update)
+        under_way = {update.unit.index for update in self._queue.open}
+        if not under_way:
+            self._end_step()
+        return taken, under_way
+
+    def finish(
+        self, recipe: Recipe, meanwhile: Callable[[Callable[[], int | None]], None] = lambda slot: None
+    ) -> set[int]:
+        """Finish what is under way; returns the units that need no update any more.
+
+        Args:
+            recipe: of the step.
+            meanwhile: called as often as something is waited for, with what gives away a slot of staging.
+        """
+        while self._queue.open:
+            meanwhile(self.idle_slot)
+            try:
+                self._work(self._queue, Pace.ALL)
+            except Exception as error:
+                if not isinstance(error, OSError) and not self._beside_drive:
+                    raise  # the step is not taken yet; else the forward makes these updates
+                logger.warning("early updates: %s", str(error))
+                for update in list(self._queue.open):
+                    self._drop(update)
+        taken = self._take_done(recipe)
+        self._end_step()
+        return taken
+
+    def _end_step(self) -> None:
+        self._close()
+        self.has_lent = False
+
+    def _take_done(self, recipe: Recipe) -> set[int]:
+        """Let what is done be the content, if the step would do the same; returns these units."""
         taken = {update.unit.index for update in self._done if self._may_take(update, recipe)}
         for index in taken:
             self._make_way(index)  # may fail: nothing is taken then
@@ -243,8 +280,6 @@ class BackwardUpdates(Updates[_Guess]):
                 self._take(update)
             else:
                 self._drop(update)
-        self._close()
-        self.has_lent = False
         return taken
 
     def _is_left(self, update: _Guess) -> bool:
@@ -260,10 +295,12 @@ class BackwardUpdates(Updates[_Guess]):
         except OSError as error:
             logger.warning("early update of %s: %s", update.unit.name, str(error))
             return False
-        # A tensor of the user that views the parameters stays a view of them: such a unit is updated in place.
+        return not self._is_viewed(update) and update.made_from == recipe.ranges(update.unit)
+
+    def _is_viewed(self, update: _Guess) -> bool:
+        """Tell whether a tensor of the user views the parameters: it stays a view, for the unit is updated in place."""
         index = update.unit.index
-        viewed = self._tiers.param(index).readers or self._tiers.bound.borrowed(index)
-        return not viewed and update.made_from == recipe.ranges(update.unit)
+        return bool(self._tiers.param(index).readers or self._tiers.bound.borrowed(index))
 
     def _make_way(self, index: int) -> None:
         """Take old parameters off the device."""
@@ -313,12 +350,12 @@ class BackwardUpdates(Updates[_Guess]):
             return
         if made_from:
             self._room_bytes -= size
-            self._waiting.append(_Guess(unit, Leases(tiers), self._recipe.visit, made_from=made_from))
+            self._queue.waiting.append(_Guess(unit, Leases(tiers), self._recipe.visit, made_from=made_from))
 
-    def _next(self) -> Unit | None:
-        return self._waiting[-1].unit if self._waiting else None
+    def _next(self, queue: Queue[_Guess]) -> Unit | None:
+        return queue.waiting[-1].unit if queue.waiting else None
 
-    def _begin_next(self, pace: Pace, *, waits: bool) -> bool:
+    def _begin_next(self, queue: Queue[_Guess], pace: Pace, *, waits: bool) -> bool:
         """Begin the unit that came last, whose parameters are most likely still there.
 
         One whose parameters the next forward reads in any case is passed over. Where whoever passes by makes updates,
@@ -328,34 +365,34 @@ class BackwardUpdates(Updates[_Guess]):
         tiers = self._tiers
         if not self._worker.apart and self.completed >= self._trained:
             return False
-        queued = sum(not update.takes_slots and not update.is_over for update in self._open)
-        while self._waiting and pace is not Pace.OPEN:
-            if queued >= MOST_QUEUED and not self._pipeline.takes_slots(self._waiting[-1].unit):
+        queued = sum(not update.takes_slots and not update.is_over for update in queue.open)
+        while queue.waiting and pace is not Pace.OPEN:
+            if queued >= MOST_QUEUED and not queue.pipeline.takes_slots(queue.waiting[-1].unit):
                 return False  # a better one may come before the worker needs it
-            update = self._waiting.pop()
+            update = queue.waiting.pop()
             param = tiers.param(update.unit.index)
             if tiers.updates_in_place(param) and param.state is not State.RESIDENT:
                 self._room_bytes += tiers.plan.aside_bytes(update.unit)
                 continue
             self._begun = True
-            self._begin(update)
+            self._begin(queue, update)
             return True
         return False
 
-    def _end(self, update: _Guess) -> None:
+    def _end(self, queue: Queue[_Guess], update: _Guess) -> None:
         self._done.append(update)
 
     def _fail(self, error: BaseException) -> None:
         """Leave it to whoever undoes it: the content is as it was."""
 
     def _all(self) -> list[_Guess]:
-        return [*self._waiting, *self._open, *self._done]
+        return [*self._queue.waiting, *self._queue.open, *self._done]
 
     def _drop(self, update: _Guess) -> None:
         """Undo an update. Its room is not used again before the next step: the drive has enough to do."""
         come_to_rest(update.chunks, self._tiers)
         update.leases.stop_reading()
-        owners: tuple[list[_Guess] | deque[_Guess], ...] = (self._waiting, self._open, self._done)
+        owners: tuple[list[_Guess] | deque[_Guess], ...] = (self._queue.waiting, self._queue.open, self._done)
         for owner in owners:
             if update in owner:
                 owner.remove(update)
@@ -364,13 +401,12 @@ class BackwardUpdates(Updates[_Guess]):
 
     def _close(self) -> None:
         """Be ready for the next step."""
-        assert not (self._waiting or self._open or self._done)
+        assert not (self._queue.waiting or self._queue.open or self._done)
         self._recipe = None
         self._asked = self._begun = self._refused = False
         self.completed = 0
-        self._unread = None
         self._room_bytes = self._tiers.plan.early_bytes
-        self._pipeline = self._new_pipeline()
+        self._queue = Queue[_Guess](self._new_pipeline(), urgent=True)
 
     def _shards(self, unit: Unit) -> list[Shard]:
         """Return the shards that an update writes."""

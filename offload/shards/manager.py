@@ -564,7 +564,7 @@ class Manager:
     def _finish_open_updates(self) -> None:
         occupied = (State.DIRTY, State.FLUSHING)
         if any(self.tiers.param(unit.index).state in occupied for unit in self.units):
-            self.forward.finish_open()
+            self.forward.make_room()
 
     # --- life and death ---------------------------------------------------------------------------------------------
 

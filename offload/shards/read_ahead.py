@@ -79,7 +79,9 @@ class ReadAhead:
         self._slots: list[int] = []  # that are free
         self._coming: Iterator[_Wanted | None] | None = None
         self._trained = sum(unit.trainable for unit in tiers.units)
-        self._most = len(tiers.staging) if tiers.shared is None and tiers.plan.ahead_bytes else 0
+        slots = len(tiers.staging) - tiers.plan.slots_beside
+        self._most = slots if tiers.shared is None and tiers.plan.ahead_bytes else 0
+        self._beside = tiers.plan.beside_drive()
 
     def advance(self, order: Iterable[int], completed: int, slot: Callable[[], int | None]) -> None:
         """Start the reads whose turn it is. Waits for nothing; an I/O error is met by the update that needs the record.
@@ -140,7 +142,7 @@ class ReadAhead:
         """
         tiers = self._tiers
         for unit in (tiers.units[index] for index in order):
-            if not unit.trainable or tiers.plan.on_device(unit):
+            if not unit.trainable or tiers.plan.on_device(unit) or unit.index in self._beside:
                 continue
             found = (tiers.copies.get(unit.index, role) for role in STATE_ROLES)
             states = [shard for shard in found if shard is not None and shard.home is Tier.NVME]

@@ -13,7 +13,7 @@ import ctypes
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from offload.kernels import cpu_adam
 from offload.kernels.on_device import Stepper
@@ -21,7 +21,7 @@ from offload.labels import labelled
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
 from offload.memory.transfer import Ticket
-from offload.planning.plan import STAGING_SLOTS
+from offload.planning.plan import LARGE_CHUNK_NUMEL, STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
@@ -32,7 +32,6 @@ from offload.shards.worker import Task
 from offload.sizes import whole_pages
 
 ALL_STATES = frozenset(STATE_ROLES)
-LARGE_CHUNK_NUMEL = 16 << 20
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,6 +135,11 @@ def stream(
     leases.close()
 
 
+def slots_of(tiers: Tiers) -> list[int]:
+    """Return the addresses of the slots of staging."""
+    return [buffer.address for buffer in tiers.staging]
+
+
 def come_to_rest(chunks: Iterable[Chunk], tiers: Tiers) -> None:
     """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up.
 
@@ -163,13 +167,15 @@ class Pipeline:
         writes: frozenset[Role] = frozenset(),
         aside: bool = False,
         updates: bool = False,
+        slots: Sequence[int] | None = None,
         filled: Mapping[tuple[int, int], Record] | None = None,
+        pieces: bool = False,
     ) -> None:
-        """Prepare; `reads` and `writes` as in :func:`stream`.
+        """Prepare; `reads` and `writes` as in :func:`stream`, `slots` are addresses: all of staging, unless given.
 
         With `aside`, what is written goes beside the content, which stays as it is, and PARAM is not leased. PARAM and
         the states are at home on NVMe then, or have spare memory. Slots of `filled` have what was read before, by unit
-        and chunk: the pipeline waits for these reads.
+        and chunk: the pipeline waits for these reads. With `pieces`, no chunk keeps others waiting for long.
 
         With `updates`, spare memory is nobody else's: PARAM that is at home on the device passes through it. What has
         written PARAM there is over: its gradient has come, or compute was waited for.
@@ -177,11 +183,12 @@ class Pipeline:
         self._tiers = tiers
         self._aside = aside
         self._updates = updates
+        self._pieces = pieces
         self._reads = reads
         self._writes = writes
         self._filled = dict(filled or {})  # until their chunks are started
         taken = {record.slot for record in self._filled.values()}
-        self._staging = {buffer.address: None for buffer in tiers.staging}
+        self._staging = dict.fromkeys(slots_of(tiers) if slots is None else slots)
         self._free = deque(address for address in self._staging if address not in taken)  # slots that were never used
         self._is_wide = False
         self._taken: deque[tuple[Chunk, int]] = deque()  # chunks and their slots, the oldest first
@@ -204,6 +211,16 @@ class Pipeline:
                 if self._slots < plan.most_slots:
                     self._free.append(address)
                     self._is_wide = True
+
+    @property
+    def staging(self) -> Collection[int]:
+        """Its slots of staging."""
+        return self._staging.keys()
+
+    def add(self, slots: Sequence[int]) -> None:
+        """Use these slots of staging, too."""
+        self._staging |= dict.fromkeys(slots)
+        self._free.extend(slots)
 
     def borrowed(self) -> list[Ticket]:
         """Return the writes that leave slots outside of staging; all that was started was worked on."""
@@ -267,7 +284,7 @@ class Pipeline:
         """Return what is visited, with its number: all at once where everything has host memory of its own.
 
         With gradients that is what this rank owns. Without them it is all of the unit. States are there of what is
-        owned. Aside, chunks that need no slots are large: the host begins each with as many calls.
+        owned. Aside, or with `pieces`, chunks that need no slots are large: the host begins each with as many calls.
         """
         plan, copies, roles = self._tiers.plan, self._tiers.copies, self._roles(unit)
         visited = Role.GRAD if Role.GRAD in roles else Role.PARAM
@@ -279,10 +296,12 @@ class Pipeline:
             if not at_once or not (is_here or (self._has_spare(shard) and not self._aside)):
                 chunks = plan.chunks(unit, visited)
                 return _joined_chunks(chunks) if self._aside and not self.takes_slots(unit) else chunks
-        return [(0, begin, end)]
+        return _joined_chunks(plan.chunks(unit, visited)) if self._pieces else [(0, begin, end)]
 
     def has_room(self, started: int) -> bool:
         """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
+        if self._tiers.staging and started >= self._slots:  # others have the rest
+            return False
         if (self._free or self._filled) and not self._aside:  # aside, a better chunk may come before others are needed
             return started < self._slots
         return started < self.ahead

@@ -1,8 +1,9 @@
-"""Updates of units, chunk by chunk: the queue that updates during backward and during the next forward share.
+"""Updates of units, chunk by chunk: the queues that updates during backward and during the next forward share.
 
 Owns what is begun: whose chunk's turn it is, what has arrived of it, and which reads are ahead. Whoever passes by
 starts reads and writes, and works on what is there; beside an accelerator, has a worker work on it. Whoever needs a
-unit waits. Which unit comes next, and what becomes of one that is done, is a policy:
+unit waits. A queue has an order of its own, and slots: none waits for another. Which unit joins which queue, which one
+comes next, and what becomes of one that is done, is a policy:
 :mod:`offload.shards.forward_updates` and :mod:`offload.shards.backward_updates`. Knows no hyper-parameters: what is
 done with a chunk is the policy's caller's business.
 """
@@ -62,8 +63,27 @@ class Update:
 U = TypeVar("U", bound=Update)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Queue(Generic[U]):
+    """Updates in an order of their own.
+
+    Attributes:
+        pipeline: the slots that their chunks take in turn.
+        urgent: the worker does its chunks before those of others.
+        waiting: not begun.
+        open: begun.
+        unread: the chunk whose read has failed, and is to be repeated.
+    """
+
+    pipeline: Pipeline
+    urgent: bool = False
+    waiting: deque[U] = dataclasses.field(default_factory=deque)
+    open: deque[U] = dataclasses.field(default_factory=deque)
+    unread: Chunk | None = None
+
+
 class Updates(ABC, Generic[U]):
-    """A queue of updates. See the module's text."""
+    """Queues of updates. See the module's text."""
 
     def __init__(self, tiers: Tiers, safe_point: contextlib.AbstractContextManager[object], *, aside: bool) -> None:
         """Begin with nothing to do.
@@ -77,27 +97,26 @@ class Updates(ABC, Generic[U]):
         self._safe_point = safe_point
         self._aside = aside
         self._worker = tiers.worker
-        self._pipeline = self._new_pipeline()
-        self._open: deque[U] = deque()  # begun
-        self._unread: Chunk | None = None  # whose read has failed, and is to be repeated
+        self._beside_drive = tiers.plan.beside_drive()
 
     # --- what a policy says -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _next(self) -> Unit | None:
+    def _next(self, queue: Queue[U]) -> Unit | None:
         """Return the unit whose turn it is, if any is left."""
 
     @abstractmethod
-    def _begin_next(self, pace: Pace, *, waits: bool) -> bool:
+    def _begin_next(self, queue: Queue[U], pace: Pace, *, waits: bool) -> bool:
         """Begin the unit whose turn it is, by :meth:`_begin`; returns False where none may be begun.
 
         Args:
+            queue: whose turn it is.
             pace: what is waited for.
             waits: there is nothing else to go on with.
         """
 
     @abstractmethod
-    def _end(self, update: U) -> None:
+    def _end(self, queue: Queue[U], update: U) -> None:
         """Note that all chunks of an update are done, and on their way home."""
 
     @abstractmethod
@@ -106,27 +125,27 @@ class Updates(ABC, Generic[U]):
 
     # --- one chunk after the other ----------------------------------------------------------------------------------
 
-    def _work(self, pace: Pace) -> bool:
+    def _work(self, queue: Queue[U], pace: Pace) -> bool:
         """Work on the chunk whose turn it is; returns False where there is none, or it would have to be waited for."""
-        self._start(pace)
-        if not self._open:
+        self._start(queue, pace)
+        if not queue.open:
             return False
-        update = self._open[0]
+        update = queue.open[0]
         if update.started == update.worked:
             return False
         chunk = update.chunks[update.worked]
         late = not _is_over(chunk)
         if update.given == update.worked:
-            if not self._has_arrived(chunk, pace):
+            if not self._has_arrived(queue, chunk, pace):
                 return False
-            self._give(update)
+            self._give(queue, update)
         assert chunk.task is not None
         if pace is Pace.READY and not chunk.task.done():
             return False
         if self._worker.apart:
             self._wait_for_task(chunk.task)
         try:
-            self._pipeline.write(chunk)
+            queue.pipeline.write(chunk)
         except BaseException as error:
             self._fail(error)
             raise
@@ -135,82 +154,84 @@ class Updates(ABC, Generic[U]):
         counters.update_stalls += late
         update.worked += 1
         if update.worked == len(update.chunks):
-            self._open.popleft()
+            queue.open.popleft()
             update.leases.stop_reading()
-            self._end(update)
+            self._end(queue, update)
         return True
 
-    def _start(self, pace: Pace, *, urgent: bool = False) -> None:
+    def _start(self, queue: Queue[U], pace: Pace, *, urgent: bool = False) -> None:
         """Start the reads of chunks whose turn is near, and give a worker what has arrived."""
-        self._start_reads(pace, urgent=urgent)
+        self._start_reads(queue, pace, urgent=urgent)
         if self._worker.apart:
-            self._give_out()
+            self._give_out(queue)
 
-    def _start_reads(self, pace: Pace, *, urgent: bool) -> None:
+    def _start_reads(self, queue: Queue[U], pace: Pace, *, urgent: bool) -> None:
+        pipeline, begun = queue.pipeline, queue.open
         while True:
-            update = self._open[-1] if self._open and self._open[-1].started < len(self._open[-1].chunks) else None
-            unit = update.unit if update is not None else self._next()
+            update = begun[-1] if begun and begun[-1].started < len(begun[-1].chunks) else None
+            unit = update.unit if update is not None else self._next(queue)
             if unit is None:
                 return
-            ahead = sum(update.started - update.worked for update in self._open if update.takes_slots)
-            waits = pace is not Pace.READY and all(update.started == update.worked for update in self._open)
-            if self._pipeline.takes_slots(unit) and not self._make_room(ahead, waits=waits):
+            ahead = sum(update.started - update.worked for update in begun if update.takes_slots)
+            waits = pace is not Pace.READY and all(update.started == update.worked for update in begun)
+            if pipeline.takes_slots(unit) and not self._make_room(pipeline, ahead, waits=waits):
                 return
             if update is None:
-                if not self._begin_next(pace, waits=waits):
+                if not self._begin_next(queue, pace, waits=waits):
                     return
-                update = self._open[-1]
-            self._pipeline.start(update.chunks[update.started], urgent=urgent or pace is Pace.NEXT)
+                update = begun[-1]
+            pipeline.start(update.chunks[update.started], urgent=urgent or pace is Pace.NEXT)
             update.started += 1
 
-    def _make_room(self, ahead: int, *, waits: bool) -> bool:
+    def _make_room(self, pipeline: Pipeline, ahead: int, *, waits: bool) -> bool:
         """Have a slot free for one more chunk; False where there is none, or it would have to be waited for."""
-        if not self._pipeline.has_room(ahead):
+        if not pipeline.has_room(ahead):
             return False
-        leaving = self._pipeline.leaving()
+        leaving = pipeline.leaving()
         if not waits and not all(ticket.done() for ticket in leaving):
             return False
         self._wait_for_writes(leaving)
         return True
 
-    def _give_out(self) -> None:
+    def _give_out(self, queue: Queue[U]) -> None:
         """Give the worker all that has arrived; what a read keeps waiting keeps those waiting that are read, too."""
         behind = False
-        for update in self._open:
+        for update in queue.open:
             while update.given < update.started:
                 chunk = update.chunks[update.given]
-                if chunk.reading and (behind or not self._is_here(chunk)):
+                if chunk.reading and (behind or not self._is_here(queue, chunk)):
                     behind = True
                     break
-                self._give(update)
+                self._give(queue, update)
 
-    def _give(self, update: U) -> None:
+    def _give(self, queue: Queue[U], update: U) -> None:
         """Have the next chunk of an update worked on."""
         chunk = update.chunks[update.given]
+        work = functools.partial(queue.pipeline.compute, chunk, update.visit)
         try:
-            chunk.task = self._worker.submit(functools.partial(self._pipeline.compute, chunk, update.visit))
+            chunk.task = self._worker.submit(work, urgent=queue.urgent)
         except BaseException as error:
             self._fail(error)
             raise
         update.given += 1
 
-    def _begin(self, update: U) -> None:
+    def _begin(self, queue: Queue[U], update: U) -> None:
         """Lease what an update needs; its chunks come next."""
-        update.takes_slots = self._pipeline.takes_slots(update.unit)
+        update.takes_slots = queue.pipeline.takes_slots(update.unit)
         try:
-            update.chunks = self._pipeline.open(update.unit, update.leases)
+            update.chunks = queue.pipeline.open(update.unit, update.leases)
         except BaseException:
             update.leases.abandon(())
             raise
-        self._open.append(update)
+        queue.open.append(update)
 
-    def _has_arrived(self, chunk: Chunk, pace: Pace) -> bool:
+    def _has_arrived(self, queue: Queue[U], chunk: Chunk, pace: Pace) -> bool:
         """Tell whether a chunk's bytes are there; a read that failed is repeated by who cannot do without."""
-        if self._unread is chunk:
+        if queue.unread is chunk:
             if pace is Pace.READY:
                 return False
-            self._pipeline.read(chunk)
-            self._unread = None
+            queue.pipeline.read(chunk)
+            queue.unread = None
         if pace is Pace.READY and not all(ticket.done() for ticket in chunk.reading):
             return False
         try:
@@ -218,15 +239,15 @@ class Updates(ABC, Generic[U]):
         except OSError as error:
             if isinstance(error, TimeoutError) or not all(ticket.done() for ticket in chunk.reading):
                 raise  # it is still under way, and may be waited for again
-            self._unread = chunk
+            queue.unread = chunk
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"while {chunk.unit.name} was being updated")
             raise
         return True
 
-    def _is_here(self, chunk: Chunk) -> bool:
+    def _is_here(self, queue: Queue[U], chunk: Chunk) -> bool:
         """Tell whether a chunk's bytes have come; what went wrong is met when it is the chunk's turn."""
-        if self._unread is chunk or not all(ticket.done() for ticket in chunk.reading):
+        if queue.unread is chunk or not all(ticket.done() for ticket in chunk.reading):
             return False
         try:
             self._wait(chunk.reading)
@@ -286,9 +307,23 @@ class Updates(ABC, Generic[U]):
             self._fail(error)
             raise
 
-    def _new_pipeline(self, filled: Mapping[tuple[int, int], Record] | None = None) -> Pipeline:
-        reads = WRITTEN | {Role.GRAD}
-        return Pipeline(self._tiers, reads=reads, writes=WRITTEN, aside=self._aside, updates=True, filled=filled)
+    def _new_pipeline(
+        self,
+        *,
+        slots: Sequence[int] | None = None,
+        filled: Mapping[tuple[int, int], Record] | None = None,
+        pieces: bool = False,
+    ) -> Pipeline:
+        return Pipeline(
+            self._tiers,
+            reads=WRITTEN | {Role.GRAD},
+            writes=WRITTEN,
+            aside=self._aside,
+            updates=True,
+            slots=slots,
+            filled=filled,
+            pieces=pieces,
+        )
 
 
 def _is_over(chunk: Chunk) -> bool:

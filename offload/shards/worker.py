@@ -8,8 +8,10 @@ device is the CPU, its cores compute already. Owns the thread. Knows neither chu
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Protocol
+
+from offload.memory.errands import Errands
 
 
 class Task(Protocol):
@@ -32,7 +34,7 @@ class Task(Protocol):
 
 
 class Worker(Protocol):
-    """Does arithmetic, in the order in which it is given.
+    """Does arithmetic: what is urgent first, else in the order in which it is given.
 
     Attributes:
         apart: whether somebody else can go on meanwhile.
@@ -40,8 +42,8 @@ class Worker(Protocol):
 
     apart: bool
 
-    def submit(self, work: Callable[[], None]) -> Task:
-        """Give it something to do."""
+    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Task:
+        """Give it something to do, before all that is not urgent."""
 
     def close(self) -> None:
         """Finish what has begun, and forget the rest. Idempotent."""
@@ -74,7 +76,7 @@ class Caller:
 
     apart = False
 
-    def submit(self, work: Callable[[], None]) -> Task:
+    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Task:
         """Do it."""
         work()
         return Done()
@@ -117,12 +119,12 @@ class WorkerThread:
     apart = True
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
+        self._thread = Errands[None](1, "offload-update")
 
-    def submit(self, work: Callable[[], None]) -> Task:
-        """Put it at the end of the queue."""
-        return FutureTask(self._thread.submit(work))
+    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Task:
+        """Put it behind what is as urgent."""
+        return FutureTask(self._thread.submit(lambda _: work(), urgent=urgent))
 
     def close(self) -> None:
         """Finish what has begun, and forget the rest."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close(cancel=True)
