@@ -40,6 +40,7 @@ from torch import nn
 
 import offload
 from offload import AdamW, Engine
+from offload.errors import InternalError
 from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
 from offload.planning.asked import Homes
@@ -121,12 +122,14 @@ class Bench:
 
 
 @contextlib.contextmanager
-def watching(home: Homes, *, spare: range = range(UNITS)) -> Iterator[Bench]:
+def watching(home: Homes, *, spare: range = range(UNITS), first: Homes | None = None) -> Iterator[Bench]:
+    """`first` is the home of unit 0, if it has another one."""
     units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS)]
-    plan = make_plan_with(units, [home] * UNITS, chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
+    homes = [first or home, *[home] * (UNITS - 1)]
+    plan = make_plan_with(units, homes, chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
     plan = dataclasses.replace(plan, spare_units=frozenset(spare))
     request = dataclasses.replace(plan.request, device_is_host=False)
-    more = sum(request.spare_bytes(unit, home) for unit in units if unit.index in spare)
+    more = sum(request.spare_bytes(unit, homes[unit.index]) for unit in units if unit.index in spare)
     arenas = {**plan.arena_bytes, H: plan.arena_bytes[H] + more}
     plan = dataclasses.replace(plan, request=request, arena_bytes=arenas)
     with late_worker() as worker:
@@ -268,6 +271,19 @@ def test_an_error_of_the_arithmetic_is_told_and_undone() -> None:
         bench.worker.do(1)
         with pytest.raises(ValueError, match="no such kernel"):
             bench.manager.advance_updates(lambda: bench.recipe)
+        bench.manager.reset()
+        assert set(bench.raw()) == {0} and not bench.manager.has_lost_content()
+
+
+@pytest.mark.parametrize("error", [ValueError("no such kernel"), InternalError("a bug")])
+def test_what_fails_while_others_are_updated_is_left_to_the_forward(error: Exception) -> None:
+    with watching(HOMES[0], first=Homes(N, H, N)) as bench:
+        bench.add(2)
+        bench.worker.do(1)
+        bench.recipe.error = error
+        assert bench.early.reconcile(bench.recipe) == (set(), {2})
+        with pytest.raises(InternalError, match="a bug") if "bug" in str(error) else contextlib.nullcontext():
+            assert bench.early.finish(bench.recipe, lambda slot: None) == set()
         bench.manager.reset()
         assert set(bench.raw()) == {0} and not bench.manager.has_lost_content()
 

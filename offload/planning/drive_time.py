@@ -154,7 +154,10 @@ class DriveTime:
             room -= moved
 
     def _ahead(self, left: list[float], first: int, end: int, room: float, slots: float) -> int:
-        """Take from `left` what the drive does of units [first, end) in `room`; returns the first that is not done."""
+        """Take from `left` what the drive does of units [first, end) in `room`; returns the first that is not done.
+
+        At most as much is ahead as fits `slots`.
+        """
         held = 0.0
         while first < end and room > 0:
             moved = min(left[first], room, max(slots * self._loads[first].chunk - held, 0.0))

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, InternalError
 from offload.memory.budget import Tier
 from offload.memory.transfer import TicketGroup
 from offload.planning.plan import STAGING_SLOTS
@@ -256,9 +256,11 @@ class BackwardUpdates(Updates[_Guess]):
             meanwhile(self.idle_slot)
             try:
                 self._work(self._queue, Pace.ALL)
-            except Exception as error:
+            except InternalError:
+                raise
+            except Exception as error:  # where the step is taken already, the forward makes these updates
                 if not isinstance(error, OSError) and not self._beside_drive:
-                    raise  # the step is not taken yet; else the forward makes these updates
+                    raise
                 logger.warning("early updates: %s", str(error))
                 for update in list(self._queue.open):
                     self._drop(update)

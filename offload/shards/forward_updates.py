@@ -156,7 +156,7 @@ class ForwardUpdates(Updates[Update]):
         for unit in units:
             update = Update(unit, Leases(tiers, self._schedules), visit)
             if unit.index in self._beside_drive and unit.index not in under_way:
-                self._queues[-1].waiting.append(update)
+                self._queue_of(unit.index).waiting.append(update)
             else:
                 self._joining.append(update)
         if under_way and self._slots_beside:  # backward has left few others
@@ -179,7 +179,7 @@ class ForwardUpdates(Updates[Update]):
         pipeline.widen(self._idle)
         self._idle = []
         for update in left:
-            self._queues[-1 if update.unit.index in self._beside_drive else 0].waiting.append(update)
+            self._queue_of(update.unit.index).waiting.append(update)
         for unit in (update.unit for update in joining if update.unit.index in updated):
             pipeline.widen(tiers.gradients.let_go(unit.index))
             self._old.discard(unit.index)
@@ -189,6 +189,9 @@ class ForwardUpdates(Updates[Update]):
         """Return a queue for all units; or one for those with something on NVMe, and one for the others."""
         queues = [Queue[Update](self._new_pipeline(slots=()), urgent=True)]
         return [*queues, Queue(self._new_pipeline(slots=(), pieces=True))] if self._beside_drive else queues
+
+    def _queue_of(self, index: int) -> Queue[Update]:
+        return self._queues[-1 if index in self._beside_drive else 0]
 
     def lose(self, error: BaseException) -> None:
         """Note that a step has failed of which a part is made."""
@@ -212,7 +215,10 @@ class ForwardUpdates(Updates[Update]):
                 for one in leaving:
                     self._leave(one, one.param_writes)
                 if not leaving:
-                    self._work_for(index)
+                    queue = self._queue_of(index)
+                    assert queue.open or queue.waiting, f"unit {index} waits for an update that nobody makes"
+                    self._work_beside(queue)
+                    self._work(queue, Pace.NEXT)
             self._start_all()  # the drive has something to do in the meantime
 
     def advance(self) -> None:
@@ -327,13 +333,6 @@ class ForwardUpdates(Updates[Update]):
         for leaving in list(self._leaving):
             self._leave(leaving)
         return super()._work(queue, pace)
-
-    def _work_for(self, index: int) -> None:
-        """Work on the next chunk of the queue that has unit `index`, and before on what is ready in the other."""
-        for queue in self._queues:
-            if any(update.unit.index == index for update in (*queue.open, *queue.waiting)):
-                self._work_beside(queue)
-                self._work(queue, Pace.NEXT)
 
     def _work_on_all(self, pace: Pace) -> None:
         """Work on the next chunk of a queue, and if any unit may be begun, before on what is ready in the other."""
