@@ -59,14 +59,15 @@ def test_sums_of_input_splits_are_rounded_once() -> None:
     assert tiled(torch.ones(1, 65, dtype=torch.bfloat16)).item() == 1.125
 
 
-def test_whole_is_the_way_back() -> None:
+@pytest.mark.parametrize(("weight", "bias"), [(False, False), (False, True), (True, False)])
+def test_whole_is_the_way_back(weight: bool, bias: bool) -> None:
     whole = layer(8, 6)
-    whole.weight.requires_grad_(False)
-    whole.bias.requires_grad_(False)
+    whole.weight.requires_grad_(weight)
+    whole.bias.requires_grad_(bias)
     back = ops.TiledLinear(whole, in_splits=2, out_splits=3).eval().whole()
     assert type(back) is nn.Linear and not back.training
     assert torch.equal(back.weight, whole.weight) and torch.equal(back.bias, whole.bias)
-    assert not back.weight.requires_grad and not back.bias.requires_grad
+    assert back.weight.requires_grad is weight and back.bias.requires_grad is bias
 
 
 def test_a_new_one_is_initialised_as_the_whole_layer_is() -> None:
@@ -81,6 +82,17 @@ def test_a_new_one_is_initialised_as_the_whole_layer_is() -> None:
     assert torch.equal(
         copy.deepcopy(tiled)(torch.ones(1, 400, dtype=torch.bfloat16)), tiled(torch.ones(1, 400).bfloat16())
     )
+
+
+def test_tiles_on_the_meta_device_begin_with_the_values_of_a_whole_layer() -> None:
+    """Each is initialised by itself, as all of it has a place of its own: 1 / sqrt(400), not 1 / sqrt(50)."""
+    with torch.device("meta"):
+        model = nn.Sequential(ops.TiledLinear((400, 50), in_splits=8), nn.Linear(50, 4))
+        ops.tile_(model, larger_than=2048)
+    assert isinstance(model[0].tiles[0], ops.TiledLinear), "tiles are tiled again"
+    with offload.Engine(model, offload.AdamW(lr=1e-3), **everything_on_device()) as engine:
+        values = torch.cat([value.flatten() for name, value in engine.state_dict().items() if name.startswith("0.")])
+    assert 0.9 / 20 < values.abs().max() <= 1 / 20
 
 
 def test_state_dicts_of_both_kinds_are_loaded() -> None:

@@ -17,10 +17,25 @@ from offload.errors import ConfigError
 from offload.sizes import format_bytes, parse_bytes
 
 
+class Tile(nn.Linear):
+    """A part of a larger layer, initialised as that is."""
+
+    def __init__(self, columns: int, rows: int, bias: bool, dtype: torch.dtype | None, *, of_features: int) -> None:
+        """Make one on the meta device, of a layer with inputs of `of_features`."""
+        self.of_features = of_features
+        super().__init__(columns, rows, bias, "meta", dtype)
+
+    def reset_parameters(self) -> None:
+        """Initialise weight and bias as those of an ``nn.Linear`` of the whole size are."""
+        bound = 1 / math.sqrt(self.of_features)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+
 class TiledLinear(nn.Module):
     """What an ``nn.Linear`` computes, from tiles of its weight.
 
-    A tile is an ``nn.Linear`` of its own, and ``tiles[o * in_splits + i]`` has the rows ``o`` and the columns ``i``.
+    A tile is an ``nn.Linear`` of its own (:class:`Tile`), and ``tiles[o * in_splits + i]`` has the rows ``o`` and the columns ``i``.
     The first tile of each row has the row's part of the bias.
 
     With ``in_splits=1``, each output and each gradient of weight and bias is one matrix product, as of the whole
@@ -74,8 +89,9 @@ class TiledLinear(nn.Module):
                 )
         self.in_splits, self.out_splits = in_splits, out_splits
         self.has_bias = bias
+        whole = source.of_features if isinstance(source, Tile) else self.in_features
         self.tiles = nn.ModuleList(
-            nn.Linear(_length(columns), _length(rows), bias and columns.start == 0, "meta", dtype)
+            Tile(_length(columns), _length(rows), bias and columns.start == 0, dtype, of_features=whole)
             for rows, columns in self._places()
         )
         if source is None:
@@ -96,9 +112,8 @@ class TiledLinear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all tiles as an ``nn.Linear`` of the whole size is."""
-        bound = 1 / math.sqrt(self.in_features)
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+        for tile in self._all():
+            tile.reset_parameters()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return (..., out_features) of (..., in_features)."""
@@ -118,11 +133,10 @@ class TiledLinear(nn.Module):
 
     def whole(self) -> nn.Linear:
         """Return an ``nn.Linear`` with a copy of the tiles' values."""
-        first = self._all()[0].weight
-        made = nn.Linear(self.in_features, self.out_features, self.has_bias, "meta", first.dtype)
-        values = join_tiles(self, self.state_dict())
-        for name, value in values.items():
-            made.register_parameter(name, nn.Parameter(value, requires_grad=first.requires_grad))
+        first = self._all()[0]
+        made = nn.Linear(self.in_features, self.out_features, self.has_bias, "meta", first.weight.dtype)
+        for name, value in join_tiles(self, self.state_dict()).items():
+            made.register_parameter(name, nn.Parameter(value, requires_grad=getattr(first, name).requires_grad))
         return made.train(self.training)
 
     def extra_repr(self) -> str:
@@ -187,6 +201,9 @@ class TiledLinear(nn.Module):
                 yield rows, columns
 
 
+_LINEARS = (nn.Linear, Tile)
+
+
 def tile_(model: nn.Module, *, larger_than: int | str) -> list[str]:
     """Put a :class:`TiledLinear` in the place of each ``nn.Linear`` whose weight is larger; before an engine is made.
 
@@ -209,9 +226,9 @@ def tile_(model: nn.Module, *, larger_than: int | str) -> list[str]:
     places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
     for path, parent in model.named_modules():
         for name, child in parent._modules.items():
-            if type(child) is nn.Linear and child.weight.nbytes > limit:
+            if type(child) in _LINEARS and child.weight.nbytes > limit:
                 places.setdefault(child, []).append((parent, name, f"{path}.{name}" if path else name))
-    if type(model) is nn.Linear and model.weight.nbytes > limit:
+    if type(model) in _LINEARS and model.weight.nbytes > limit:
         raise ConfigError("tile_: expected a model that has layers but got one; make offload.ops.TiledLinear of it")
     _refuse(model, {layer: found[0][2] for layer, found in places.items()})
     for layer, found in places.items():
@@ -282,7 +299,7 @@ _HOOKS = (
 
 def _why_not(layer: nn.Module) -> str | None:
     """Return why a layer cannot be tiled."""
-    if type(layer) is not nn.Linear:
+    if type(layer) not in _LINEARS:
         return f"it is a {type(layer).__name__}"
     others = [type(p).__name__ for p in layer.parameters(recurse=False) if type(p) is not nn.Parameter]
     if others:
