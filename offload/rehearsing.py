@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from offload.activations.rehearsal import Rehearsal
+from offload.errors import ConfigError
+from offload.module.block_state import BlockState
 from offload.module.recomputing import Recomputing, can_recompute
 from offload.planning.choosing import AUTO, KEEP, OFFLOAD, RECOMPUTE
 from offload.planning.partition import UnitTree
@@ -74,7 +76,17 @@ class Rehearsals:
         return plan.with_activations(moved), dataclasses.replace(work, held_bytes=held)
 
     def _work(self, module: nn.Module, batch: Any, plan: Plan, **asked: Any) -> Work:
-        return work_of(module, batch, **asked, dtype=self._dtype, on_cpu=plan.request.device_is_host)
+        """Count it, and let the module be what it was: forwards count their calls, keep what they made, and draw."""
+        state = BlockState(module, ())
+        with state.put_back(), torch.random.fork_rng(devices=[]):
+            work = work_of(module, batch, **asked, dtype=self._dtype, on_cpu=plan.request.device_is_host)
+        changed = state.changed()
+        if changed is not None:
+            raise ConfigError(
+                f"model {type(module).__name__}: its forward changed {changed} in place, which cannot be put back; "
+                "leave batch out to have the plan in bytes, or register it as a buffer"
+            )
+        return work
 
     def held_bytes(self, module: nn.Module, batch: Any, plan: Plan, mode: str) -> int:
         """Return the activations that a micro-batch in a mode has on the device at once, if all leave that may.

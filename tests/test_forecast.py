@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import random
 import re
 import sys
 import warnings
@@ -168,6 +169,41 @@ def test_counting_leaves_the_module_as_it_was() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None and not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Minding(nn.Module):
+    """Counts its calls, keeps what it has made, and drops at random; `steps` is no buffer."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+        self.calls, self.cos = 0, dict[int, torch.Tensor]()
+        self.steps = torch.zeros(1) if counts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (rows, wide)."""
+        self.calls += 1
+        if self.steps is not None:
+            self.steps.add_(1)
+        if len(x) not in self.cos:
+            self.cos[len(x)] = torch.ones(len(x), 1, device=x.device).cos()
+        kept: torch.Tensor = self.linear(x) * self.cos[len(x)]
+        return kept if torch.rand([]) > random.random() else x + kept
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_plan_leaves_the_module_and_random_numbers_as_they_were(activations: str) -> None:
+    model = nn.Sequential(nn.Sequential(Minding(counts=False)), nn.Sequential(Minding(counts=False)))
+    before, drawn = torch.get_rng_state(), random.getstate()
+    offload.plan(model, batch=[torch.ones(ROWS, WIDE)], hardware=DESKTOP, activations=activations)
+    assert torch.equal(torch.get_rng_state(), before) and random.getstate() == drawn
+    assert not any(part[0].calls or part[0].cos for part in model)
+    model(torch.ones(ROWS, WIDE)).sum().backward()
+
+
+def test_a_plan_refuses_a_forward_that_changes_what_cannot_be_put_back() -> None:
+    with pytest.raises(ConfigError, match="model Minding: its forward changed steps in place"):
+        offload.plan(Minding(counts=True), batch=[torch.ones(ROWS, WIDE)], hardware=DESKTOP)
 
 
 class Alike(nn.Module):

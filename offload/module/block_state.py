@@ -96,7 +96,7 @@ class BlockState:
             seen.add(id(value))
             inner: Iterable[tuple[Any, Any]] = ()
             if isinstance(value, torch.Tensor):
-                if not value.is_inference():
+                if not (value.is_inference() or value.is_meta):  # which have no counter, or no content
                     self._tensors.append((key, value, value._version))
             elif isinstance(value, torch.Generator):
                 self._keep(value.get_state, value.set_state)
