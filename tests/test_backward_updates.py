@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,10 @@ def watching(
     room: Callable[[Plan, Unit], int] = lambda plan, unit: UNITS * plan.aside_bytes(unit),
     more: int = 0,
     slots: int = 4,
+    sizes: Sequence[int] = (2 * CHUNK,),
 ) -> Iterator[Bench]:
-    """Three units that are on the device, and `more` for which there is no room beside them."""
-    units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS + more)]
+    """Three units that are on the device, and `more` for which there is no room beside them; `sizes` of parameters."""
+    units = [make_unit(index, list(sizes)) for index in range(UNITS + more)]
     store = FakeStore()
     working = UNITS * units[0].param_bytes
     plan = make_plan_with(units, [home] * len(units), chunk_numel=CHUNK, working_bytes=working, staging_slots=slots)
@@ -164,6 +165,17 @@ def test_a_unit_is_begun_when_its_gradient_is_complete_while_others_are_still_to
         assert bench.asked == [None], "one guess for the whole step"
         bench.arrive()
         bench.manager.check()
+
+
+def test_a_unit_is_left_to_the_forward_if_the_last_micro_batch_brings_one_of_its_gradients_twice() -> None:
+    """As many have come as it has parameters, but a third one may be on its way."""
+    with watching(sizes=(CHUNK, CHUNK)) as bench:
+        gradient = torch.ones(CHUNK, dtype=torch.bfloat16)
+        bench.manager.add_gradient(2, 1, gradient, final=False)
+        for _ in range(2):
+            bench.manager.add_gradient(2, 0, gradient, final=True, backward_pass=1)
+        bench.manager.advance_updates(bench.guess)
+        assert bench.asked and not bench.early.has_begun(2) and not bench.early.has_more_to_do
 
 
 @pytest.mark.parametrize(("required", "gone"), [(False, 1), (True, 2)], ids=["prefetch", "needed now"])

@@ -304,6 +304,31 @@ def test_the_devices_parameters_are_lost_where_they_were_overwritten_in_part(mon
         bench.manager.reset()
 
 
+def test_parameters_on_the_device_are_sent_once_when_all_of_their_pieces_are_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the queue beside that of the drive, where updates go in pieces: each reads the old content from the device."""
+    with watching(HOMES[1], first=Homes(N, H, N)) as bench:
+        manager, mover = bench.manager, bench.manager.tiers.mover
+        for step in (1, 2):
+            bench.recipe.visited.clear()
+            sent: list[list[tuple[int, int]]] = []
+            fetch_host = type(mover).fetch_host
+
+            def send(*given: Any, **options: Any) -> Any:
+                sent.append(sorted(bench.recipe.visited))  # noqa: B023
+                return fetch_host(mover, *given, **options)  # noqa: B023
+
+            monkeypatch.setattr(mover, "fetch_host", send)
+            for unit in manager.units:
+                manager.add_gradient(unit.index, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+            manager.forward.begin([manager.units[2], manager.units[1]], bench.recipe.visit)
+            manager.forward.finish()
+            assert sent == [[(2, 0), (2, 1)], [(1, 0), (1, 1), (2, 0), (2, 1)]]
+            manager.drop_gradients()
+            assert bench.content()[1:] == [[step] * 8, [step] * 8]
+
+
 def test_parameters_on_their_way_to_the_device_are_awaited_before_their_old_home_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -97,6 +97,33 @@ def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_p
     assert dropped, "an early update was among what failed"
 
 
+@pytest.mark.usefixtures("single_torch_thread")
+def test_a_read_that_fails_behind_a_step_is_met_by_whoever_needs_it(tmp_path: Path) -> None:
+    """Somebody views parameters, so the step updates them, and before it units whose states must be read."""
+
+    def run(*, fails: bool, **where: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
+            view = engine.module[2].weight.data
+            for number in range(3):
+                train(engine, number)
+                store = engine._manager.tiers.store
+                if store is not None and fails and number == 1:
+                    engine.drain()
+                    store.inject(Fault(nth=1, target=FaultTarget.READS))
+                engine.step()
+                if store is not None and fails and number == 1:
+                    assert engine.stats().step == 2, "it is taken: the micro-batch is not run again"
+                    store.clear_faults()
+            return everything(engine), view.clone()
+
+    truth = run(fails=False, **everything_on_device())
+    for fails in (False, True):
+        where = mixed(("cpu", "nvme"), tmp_path)
+        ours = run(fails=fails, **where)
+        assert_same_tensors(ours[0], truth[0])
+        assert torch.equal(ours[1], truth[1])
+
+
 @given(
     actions=st.lists(st.sampled_from(["calm", "clip", "read", "twice"]), min_size=1, max_size=4),
     homes=st.sampled_from(HOMES),

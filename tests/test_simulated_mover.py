@@ -612,6 +612,26 @@ def test_the_host_waits_before_it_overwrites_a_home(make_bench: Callable[..., Be
         assert seen.races == [], schedule.name
 
 
+def test_a_host_that_has_waited_in_vain_waits_again(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_slow(*_: object) -> Any:
+        raise TimeoutError("a slow device")
+
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            home = bench.home(1)
+            bench.mover.fetch_host(home, bench.place(0), PAGE, urgent=False).wait(DEADLINE_S)
+            with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="a slow device"):
+                patch.setattr(bench.mover, "_moment", too_slow)
+                bench.mover.await_source(home)
+            bench.mover.await_source(home)
+            ctypes.memset(home, 2, PAGE)
+            assert torch.equal(bench.seen(bench.place(0)).cpu(), full(1)), schedule.name
+        assert seen.races == [], schedule.name
+
+
 def test_a_stream_that_comes_later_waits_for_what_has_arrived(make_bench: Callable[..., Bench]) -> None:
     for schedule in SCHEDULES:
         with running(schedule) as seen:

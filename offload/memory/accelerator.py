@@ -354,9 +354,10 @@ class AcceleratorMover:
 
     def await_source(self, source: int) -> None:
         """Let the host wait for the last upload from there: compute waits for uploads without it."""
-        event = self._uploads.pop(source, None)
+        event = self._uploads.get(source)
         if event is not None:
             self._moment(event, "copy to the device").wait(self._deadline_s)
+            del self._uploads[source]  # now: a wait that takes too long is repeated
 
     def await_compute(self, timeout_s: float) -> None:
         """Let the host wait for all streams that compute."""

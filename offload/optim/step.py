@@ -9,7 +9,7 @@ and the guess that updates during backward are made by. What a step does to a un
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from offload.config import Config
@@ -230,13 +230,14 @@ class Step:
             units = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
             manager.tiers.refuse_in_use(units)
             recipe.measure(manager, units, f"norms of step {self._run.steps + 1}")
-        updated = self._begin(recipe)
+        updated, left = self._begin(recipe)
         self._run.steps += 1
         self.micro_batches.begin_step()
         self._run.scaler.succeeded()
         if not self.overlap:
             make_updates(manager, updated)
         with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
+            self._update_now(left)
             manager.prefetch(uses=1)  # while nothing is updated, so that everything can be moved
             manager.forward.read_ahead()
             manager.prefetch()
@@ -248,8 +249,8 @@ class Step:
         self._manager.drop_gradients()  # also where there are none: updates that were guessed may be under way
         self._manager.restart_schedule()
 
-    def _begin(self, recipe: Recipe) -> list[Unit]:
-        """Begin the updates; returns the units that are updated."""
+    def _begin(self, recipe: Recipe) -> tuple[list[Unit], list[Unit]]:
+        """Begin the updates; returns the units that are updated, and those of them that are left to the forward."""
         manager = self._manager
         updated = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
         counted = {unit.index: recipe.updated(unit) for unit in updated}
@@ -268,18 +269,24 @@ class Step:
             if taken or here or manager.forward.hides_any:
                 manager.forward.lose(error)
             manager.backward.withdraw_all()
+            for index in under_way:
+                manager.gradients.let_go(index)
             manager.ahead.drop(keep_slots=False)
             raise
         for index, slots in counted.items():
             for slot in slots:
                 self._counts.counts[index][slot] += 1
+        return updated, left
+
+    def _update_now(self, left: Sequence[Unit]) -> None:
+        """Make updates that nothing has to come for, and those of parameters that somebody views: as torch does."""
+        manager = self._manager
         viewed = [unit for unit in left if manager.bound.borrowed(unit.index)]
         for unit in left:
-            if stays(unit) or unit in viewed:  # whoever views parameters sees their update now, as in torch
+            if manager.tiers.plan.stays(unit) or unit in viewed:
                 manager.forward.require(unit.index)
         if viewed:
-            manager.forward.finish_open()  # and may write to them: nothing of it may be on its way home
-        return updated
+            manager.forward.finish_open()  # whoever views them may write to them: nothing may be on its way home
 
     def _recipe(self, grad_scale: float, factors: Mapping[Where, float] | None = None) -> Recipe:
         return Recipe(

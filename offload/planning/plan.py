@@ -21,6 +21,7 @@ from offload.sizes import PAGE_BYTES, figures, format_bytes, whole_pages
 
 STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
 LARGE_CHUNK_NUMEL = 16 << 20  # of what needs no slot, in one piece
+MOST_QUEUED = 3  # units in host memory that a worker has at once during backward
 NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
 _COLUMNS = ("parameters", "gradients", "states", "buffers", "total", "budget")
 NEAR_SHARE = 8  # this part of the device's activations is for those that leave last, and those that come and go

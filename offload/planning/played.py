@@ -26,12 +26,11 @@ from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.lanes import CALLS, COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
 from offload.planning.moved import Moved, gradient_of, update_of
-from offload.planning.plan import LARGE_CHUNK_NUMEL, Plan
+from offload.planning.plan import LARGE_CHUNK_NUMEL, MOST_QUEUED, Plan
 from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 
-MOST_QUEUED = 3  # units in host memory that the CPU has at once
 STEPS = 2  # that are played
 AHEAD = 2  # units that come while another one is used
 LEAST_PIECES, MOST_PIECES = 2, 32  # of a unit: more of them change little

@@ -19,13 +19,13 @@ import contextlib
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from offload.errors import ConfigError, InternalError
 from offload.memory.budget import Tier
 from offload.memory.transfer import TicketGroup
-from offload.planning.plan import STAGING_SLOTS
+from offload.planning.plan import MOST_QUEUED, STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
@@ -37,7 +37,6 @@ from offload.shards.updates import Pace, Queue, Update, Updates
 logger = logging.getLogger(__name__)
 
 LARGEST_SHARE_KEPT = 1 / 3  # of the working region
-MOST_QUEUED = 3  # units in host memory that a worker has at once
 
 
 class Recipe(Protocol):
@@ -78,6 +77,7 @@ class BackwardUpdates(Updates[_Guess]):
     All methods are called by the thread that computes.
 
     Attributes:
+        has_room: whether any unit may ever be updated before the step.
         completed: units whose gradients have become complete for the step under way.
         has_lent: whether somebody has slots of :meth:`idle_slot`.
     """
@@ -94,7 +94,7 @@ class BackwardUpdates(Updates[_Guess]):
         away = (unit for unit in tiers.units if unit.trainable and not tiers.plan.on_device(unit))
         self._some_stay = any(tiers.plan.home(unit, Role.PARAM) is Tier.DEVICE for unit in away)
         self._trained = sum(unit.trainable for unit in tiers.units)
-        self._has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
+        self.has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
         self._room_bytes = tiers.plan.early_bytes
         self._done: list[_Guess] = []
 
@@ -111,7 +111,7 @@ class BackwardUpdates(Updates[_Guess]):
     @property
     def rests(self) -> bool:
         """Whether nothing is updated early in the backward that is under way: staging is free."""
-        return self.completed > 0 and (self._refused or not self._has_room)
+        return self.completed > 0 and (self._refused or not self.has_room)
 
     @property
     def is_ending(self) -> bool:
@@ -130,7 +130,7 @@ class BackwardUpdates(Updates[_Guess]):
 
     # --- during backward --------------------------------------------------------------------------------------------
 
-    def advance(self, guess: Callable[[], Recipe | None]) -> None:
+    def advance(self, guess: Callable[[], Recipe | None], completed: Sequence[int]) -> None:
         """Work on what has arrived, and start what there is room for. Waits for nothing, and never fails.
 
         An I/O error ends it for this step: whoever makes the updates after it meets the error again, or not.
@@ -138,18 +138,15 @@ class BackwardUpdates(Updates[_Guess]):
         Args:
             guess: what the step is likely to do, None where no guess is worth its while. It is called once per step,
                 when the first gradient is complete.
+            completed: units whose gradients are since the last time.
         """
-        completed = self._tiers.gradients.completed
         self.completed += len(completed)
-        if not self._has_room:
-            completed.clear()
-            return
-        if not (completed or self.has_more_to_do):
+        if not (self.has_room and (completed or self.has_more_to_do)):
             return
         try:
             with self._timed():
-                while completed:
-                    self._offer(completed.popleft(), guess)
+                for index in completed:
+                    self._offer(index, guess)
                 for _ in range(self._queue.pipeline.ahead):
                     if not self._work(self._queue, Pace.READY):
                         break
@@ -160,7 +157,7 @@ class BackwardUpdates(Updates[_Guess]):
     def go_on(self) -> None:
         """Work on what has arrived as in :meth:`advance`, if a step was guessed."""
         if self._asked:
-            self.advance(lambda: None)
+            self.advance(lambda: None, self._tiers.gradients.take_completed())
 
     def withdraw(self, index: int) -> None:
         """Undo what was done for a unit, whose gradient is about to change."""
@@ -174,7 +171,7 @@ class BackwardUpdates(Updates[_Guess]):
         self.has_lent = False
 
     def _undo_all(self) -> None:
-        self._tiers.gradients.completed.clear()
+        self._tiers.gradients.take_completed()
         for update in reversed(self._all()):  # the worker must not begin with the next one while one is awaited
             self._drop(update)
         self._close()
@@ -227,7 +224,7 @@ class BackwardUpdates(Updates[_Guess]):
         """
         if self._some_stay:  # compute waits for what is sent from now on, and reads of parameters must not
             self._tiers.mover.await_compute(self._tiers.deadline_s)
-        self._tiers.gradients.completed.clear()
+        self._tiers.gradients.take_completed()
         self._queue.waiting.clear()
         for update in reversed(list(self._queue.open)):
             if update.made_from != recipe.ranges(update.unit) or self._is_left(update):

@@ -50,9 +50,10 @@ class DeviceUpdates:
         Raises:
             RuntimeError: of the device. The units that were begun are lost.
         """
-        kernels, there = self._tiers.device.kernels, self._tiers.gradients_there
-        if not units or kernels is None or there is None:
+        if not units:
             return
+        kernels, there = self._tiers.device.kernels, self._tiers.gradients_there
+        assert kernels is not None and there is not None
         leases, steps = Leases(self._tiers), _Steps()
         begun: set[int] = set()
         with self._tiers.mover.alone():

@@ -45,7 +45,7 @@ class Gradient:
         missing: slots whose gradient has not come in the current backward.
         sums: per slot, the sum of squares and number of non-finite elements of the final gradient, None until known.
         passes: per slot, the backward pass in which it came last, and how many have brought one.
-        final_adds: gradients that were taken, or are about to be, with no further micro-batch to come.
+        final_adds: per slot, gradients that were taken, or are about to be, with no further micro-batch to come.
         handed_over: gradients that the mover was given since it had one of each slot.
     """
 
@@ -53,14 +53,14 @@ class Gradient:
     missing: set[int]
     sums: list[tuple[float, int] | None]
     passes: list[tuple[int, int]]
-    final_adds: int = 0
+    final_adds: list[int]
     handed_over: int = 0
 
     @classmethod
     def of(cls, unit: Unit) -> Gradient:
         """Return that of a unit of which nothing has arrived."""
         slots = len(unit.slots)
-        return cls([False] * slots, set(range(slots)), [None] * slots, [(-1, 0)] * slots)
+        return cls([False] * slots, set(range(slots)), [None] * slots, [(-1, 0)] * slots, [0] * slots)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,12 +86,7 @@ class GradientNorm:
 
 
 class Gradients:
-    """Gradients of one engine. See the module's text.
-
-    Attributes:
-        completed: units of which all has come that will come before the step, in this order; whoever uses them takes
-            them out.
-    """
+    """Gradients of one engine. See the module's text."""
 
     def __init__(
         self, plan: Plan, copies: Copies, mover: Mover, there: GradientsOnDevice | None = None, *, deadline_s: float
@@ -107,7 +102,7 @@ class Gradients:
         self._gradients = {unit.index: Gradient.of(unit) for unit in plan.request.units if unit.trainable}
         self._held: set[int] = set()  # units whose gradients belong to a step that has not used them yet
         self._wide: set[int] = set()  # units of 16 bits whose gradients have become fp32
-        self.completed: deque[int] = deque()
+        self._completed: deque[int] = deque()  # of which all has come that will come before the step, in this order
 
     def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0) -> None:
         """Add one parameter's gradient to what has arrived since the last step.
@@ -134,7 +129,7 @@ class Gradients:
         if widen and not self._may_widen:
             raise StateError(self._refusal(self._copies.of(index, Role.GRAD).unit, slot))
         known.passes[slot] = (backward_pass, count + 1 if another or not count else count)
-        known.final_adds += final
+        known.final_adds[slot] += final
         known.handed_over = (known.handed_over + 1) % len(known.arrived)
         if self._there is not None and index in self._there:
             self._keep(self._there, (index, slot), gradient.contiguous(), final=final, widen=widen)
@@ -188,7 +183,7 @@ class Gradients:
             if shard.home is Tier.NVME:
                 self._copies.start_flush(shard)
             if final:
-                self.completed.append(shard.unit.index)
+                self._completed.append(shard.unit.index)
 
     def begin_backward(self, reached: Callable[[], Collection[Where] | None]) -> None:
         """Begin a backward pass; nothing where there is one rank."""
@@ -199,10 +194,18 @@ class Gradients:
     def exchange(self) -> None:
         """Add the other ranks' gradients of this micro-batch to what has arrived; nothing where there is one rank."""
 
+    @property
+    def any_completed(self) -> bool:
+        """Whether :meth:`take_completed` has any now."""
+        return bool(self._completed)
+
+    def take_completed(self) -> list[int]:
+        """Return units of which all has come that will come before the step, in this order, each once."""
+        return [self._completed.popleft() for _ in range(len(self._completed))]
+
     def is_complete(self, index: int) -> bool:
         """Tell whether all of a unit's gradient was to be there: what comes now changes it."""
-        gradient = self._gradients[index]
-        return gradient.final_adds >= len(gradient.arrived)
+        return all(self._gradients[index].final_adds)
 
     def passes(self, index: int, slot: int, backward_pass: int) -> int:
         """Return how many backward passes will have brought a gradient since the last step when this one has."""
@@ -217,7 +220,7 @@ class Gradients:
     def is_whole(self, index: int) -> bool:
         """Tell whether each parameter's gradient has come once since the last micro-batch, and all are there."""
         gradient = self._gradients[index]
-        return gradient.final_adds == len(gradient.arrived) and all(gradient.arrived)
+        return all(many == 1 for many in gradient.final_adds) and all(gradient.arrived)
 
     def sums(self, index: int) -> list[tuple[float, int] | None]:
         """Return per slot (sum of squares, non-finite elements) of the step's gradient; None where none has arrived.
@@ -376,7 +379,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients that have arrived since the last step."""
         self.await_copies()
-        self.completed.clear()
+        self._completed.clear()
         for index in self._gradients:
             shard = self._copies.of(index, Role.GRAD)
             if index not in self._held:

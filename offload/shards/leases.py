@@ -151,9 +151,9 @@ class Leases:
         self.close()
 
     def send_spare(self, unit: Unit) -> None:
-        """Send what is in the spare memory of PARAM, which is leased, as :meth:`send_param`.
+        """Send what is in the spare memory of PARAM, which is leased, as :meth:`send_param`: all of it at once.
 
-        No compute reads the old content any more: it was waited for, and could not see it since.
+        Nothing reads the old content any more: compute was waited for, and could not see it since.
         """
         mover, shard = self._tiers.mover, self._copies.of(unit.index, Role.PARAM)
         home, spare = shard.home_buffer, shard.spare_buffer

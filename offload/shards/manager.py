@@ -152,7 +152,7 @@ class Manager:
         """Whether a module's forward is a moment to go on with transfers, or with updates."""
         if self._always_has_more or not self.may_hide_parameters:
             return self._always_has_more
-        return self.forward.active or bool(self.gradients.completed) or self.backward.has_more_to_do
+        return self.forward.active or self.gradients.any_completed or self.backward.has_more_to_do
 
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
@@ -352,9 +352,10 @@ class Manager:
 
     def _advance_early(self, guess: Callable[[], Recipe | None]) -> None:
         """Let what can be done before the step go on: updates, or if the step is likely to clip, their reads."""
-        if self.forward.active and self.gradients.completed and guess() is not None:
+        come = self.gradients.take_completed()  # once: more may come meanwhile
+        if self.forward.active and come and self.backward.has_room and guess() is not None:
             self.forward.finish()  # staging is needed
-        self.backward.advance(guess)
+        self.backward.advance(guess, come)
         order, completed = self._schedules.training.order, self.backward.completed
         if self.backward.rests:
             self.ahead.advance(order, completed, self.forward.idle_slot)

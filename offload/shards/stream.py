@@ -303,7 +303,7 @@ class Pipeline:
         if self._tiers.staging and started >= self._slots:  # others have the rest
             return False
         if (self._free or self._filled) and not self._aside:  # aside, a better chunk may come before others are needed
-            return started < self._slots
+            return True
         return started < self.ahead
 
     def leaving(self) -> list[Ticket]:
@@ -402,12 +402,9 @@ class Pipeline:
                 ticket = chunk.leases.read_chunk(*asked, urgent=urgent, settled=self._updates)
                 if ticket is not None:
                     chunk.reading.append(ticket)
-        for role, size in () if access.fresh_states else self._records(chunk, self._reads):
-            address = chunk.addresses[role]
-            if ahead:
-                continue
+        for role, size in () if ahead or access.fresh_states else self._records(chunk, self._reads):
             name = role if tiers.plan.on_device(unit) else Role.MASTER
-            ticket = chunk.leases.read_chunk(unit, name, chunk.number, address, size, urgent=urgent)
+            ticket = chunk.leases.read_chunk(unit, name, chunk.number, chunk.addresses[role], size, urgent=urgent)
             if ticket is not None:
                 chunk.reading.append(ticket)
 
@@ -456,7 +453,8 @@ class Pipeline:
             size = tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
             shard = tiers.copies.of(unit.index, role)
             if self._has_spare(shard):
-                chunk.leases.send_spare(unit)
+                if chunk.end == tiers.plan.request.owned(unit, Role.GRAD)[1]:  # the last one: none reads the home now
+                    chunk.leases.send_spare(unit)
             elif role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
                 urgent = role is Role.PARAM and role in chunk.staged and not self._aside  # somebody waits to use it
                 if shard.home is Tier.NVME and not urgent:

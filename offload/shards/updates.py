@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -31,8 +30,6 @@ from offload.shards.stream import ALL_STATES, Chunk, Pipeline
 from offload.shards.tiers import Tiers
 from offload.shards.worker import Task
 from offload.spans import UPDATES
-
-logger = logging.getLogger(__name__)
 
 WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
 
