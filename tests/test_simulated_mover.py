@@ -8,6 +8,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 import pytest
 import torch
@@ -615,7 +616,7 @@ def test_the_host_waits_before_it_overwrites_a_home(make_bench: Callable[..., Be
 def test_a_host_that_has_waited_in_vain_waits_again(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_slow(*_: object) -> Any:
+    def too_slow(*_: object) -> NoReturn:
         raise TimeoutError("a slow device")
 
     for schedule in SCHEDULES:

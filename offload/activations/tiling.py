@@ -35,8 +35,8 @@ class Tile(nn.Linear):
 class TiledLinear(nn.Module):
     """What an ``nn.Linear`` computes, from tiles of its weight.
 
-    A tile is an ``nn.Linear`` of its own (:class:`Tile`), and ``tiles[o * in_splits + i]`` has the rows ``o`` and the columns ``i``.
-    The first tile of each row has the row's part of the bias.
+    A tile is an ``nn.Linear`` of its own (:class:`Tile`), and ``tiles[o * in_splits + i]`` has the rows ``o`` and the
+    columns ``i``. The first tile of each row has the row's part of the bias.
 
     With ``in_splits=1``, each output and each gradient of weight and bias is one matrix product, as of the whole
     layer. The gradient of the input is a sum of one product per tile. With more, outputs are sums, too: products are
@@ -226,9 +226,9 @@ def tile_(model: nn.Module, *, larger_than: int | str) -> list[str]:
     places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
     for path, parent in model.named_modules():
         for name, child in parent._modules.items():
-            if type(child) in _LINEARS and child.weight.nbytes > limit:
+            if isinstance(child, nn.Linear) and type(child) in _LINEARS and child.weight.nbytes > limit:
                 places.setdefault(child, []).append((parent, name, f"{path}.{name}" if path else name))
-    if type(model) in _LINEARS and model.weight.nbytes > limit:
+    if isinstance(model, nn.Linear) and type(model) in _LINEARS and model.weight.nbytes > limit:
         raise ConfigError("tile_: expected a model that has layers but got one; make offload.ops.TiledLinear of it")
     _refuse(model, {layer: found[0][2] for layer, found in places.items()})
     for layer, found in places.items():
