@@ -20,6 +20,7 @@ from offload import AdamW, Config, Engine
 from offload.planning.hardware import DESKTOP, H200, Hardware
 from offload.planning.lanes import COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
 from offload.planning.partition import find_units
+from offload.planning.played import Gradient, awaited_of
 from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.timing import timing_of
 from offload.planning.work import work_of
@@ -131,7 +132,46 @@ def test_the_formula_is_what_the_clock_says(case: Case) -> None:
     assert told_s == pytest.approx(took_s, rel=0.05)
 
 
-# --- lanes, by hand -----------------------------------------------------------------------------------------------
+# --- gradients and lanes, by hand ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("room", "awaited"),
+    [
+        (100, set()),  # nobody waits before the step
+        (14, {2}),  # the second unit waits for all of the first one
+        (9, {1, 2, 4}),  # and within a unit, what has come of it leaves together
+        (4, {0, 1, 2, 3, 4}),  # one at a time
+    ],
+)
+def test_the_host_waits_for_gradients_when_the_next_one_has_no_room(room: int, awaited: set[int]) -> None:
+    come = [Gradient(unit, 1.0, 1 / 3, size) for unit in (1, 0) for size in (4, 4, 2)]
+    assert awaited_of(come, room) == awaited
+
+
+class Two(nn.Module):
+    """Two products of one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4, bias=False), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (rows, 2)."""
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def test_gradients_come_in_the_order_of_backward_behind_their_products() -> None:
+    """A product of the second layer takes 48 operations, and that of the first 192: nobody asks for its input's."""
+    model = nn.Sequential(Two(), nn.Linear(2, 2))
+    work = work_of(model, [torch.ones(3, 8)], tree=find_units(model, max_unit_bytes=1 << 20))
+    assert work.parts is not None
+    assert {unit: part.gradients for unit, part in work.parts[1].items()} == {
+        0: ((8, pytest.approx(96 / 288)), (32, 1.0)),
+        1: ((2, 1.0), (4, 1.0)),
+    }
+    assert not any(part.gradients for part in work.parts[0].values())
 
 
 def played(*processes: Process, lanes: Lanes) -> float:

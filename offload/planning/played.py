@@ -3,7 +3,8 @@
 Owns the order in which things happen, as :class:`.Lanes` lets time go by:
 
 * The device computes unit by unit, each once its parameters are there and the host has given it the work.
-* A gradient goes to the host and is taken there by the CPU, beside updates.
+* A gradient goes to the host and is taken there by the CPU, beside updates. The host's thread hands gradients over
+  until there is no room for the next one. Then it waits for the oldest to leave, and passes by what it has begun.
 * A unit that has room beside its old content is updated during backward: the one whose gradient came last comes first.
 * When all gradients are there, what has begun is finished. All other units follow in the order of the forward: those
   with something on NVMe in a line of their own, so that the drive goes on while others are updated.
@@ -47,12 +48,14 @@ class Pass:
         compute_s: of the device per unit.
         calls_s: of the host's thread, to give the device this work.
         fetched: units whose parameters come for it.
+        gradients: per unit those of its parameters, as :attr:`Part.gradients`; by default, they come at its end.
     """
 
     order: Sequence[int]
     compute_s: Mapping[int, float]
     calls_s: Mapping[int, float]
     fetched: Collection[int]
+    gradients: Mapping[int, Sequence[tuple[int, float]]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -77,6 +80,8 @@ class _Way:
     Attributes:
         unit: which.
         gradient, update: bytes.
+        leaves: shares of the unit's backward behind each of which the host waits for a part, and what part; the last
+            one comes when all is computed.
         home: of its parameters.
         early: it may be updated during backward.
         aside_bytes: of the drive for that.
@@ -87,6 +92,7 @@ class _Way:
 
     unit: Unit
     gradient: Moved
+    leaves: Sequence[tuple[float, float]]
     update: Moved
     home: Tier | None
     early: bool
@@ -142,6 +148,46 @@ def play(
     return _Play(plan, hardware, backward, forward, saved, clips=clips, adds=adds, fixed_s=fixed_s).result()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gradient:
+    """That of one parameter: its unit, when it comes in the unit's backward, what part of the unit, and bytes."""
+
+    unit: int
+    share: float
+    part: float
+    size_bytes: int
+
+
+def awaited_of(come: Sequence[Gradient], room_bytes: int) -> set[int]:
+    """Return the numbers of gradients that the host's thread waits for: of the last ones of what leaves together.
+
+    Those of a unit leave together, but for the ones before a wait. The thread waits for the oldest unit if all units on
+    their way leave no room for the next gradient, and for the oldest of all if these of its own unit do not.
+    """
+    awaited, batch_bytes, first = set[int](), 0, 0
+    units, batches = deque[tuple[int, int]](), deque[tuple[int, int]]()  # bytes, and the number of the last one
+    for number, gradient in enumerate(come):
+        if number and come[number - 1].unit != gradient.unit:
+            units.append((sum(each.size_bytes for each in come[first:number]), number - 1))
+            batches.append((batch_bytes, number - 1))
+            batch_bytes, first = 0, number
+        while units and sum(size for size, _ in units) + gradient.size_bytes > room_bytes:
+            awaited.add(units.popleft()[1])
+            while batches and batches[0][1] <= max(awaited):
+                batches.popleft()
+        while sum(size for size, _ in batches) + batch_bytes + gradient.size_bytes > room_bytes:
+            if batch_bytes:
+                batches.append((batch_bytes, number - 1))
+                batch_bytes = 0
+            if not batches:
+                break
+            awaited.add(batches.popleft()[1])
+            while units and units[0][1] <= max(awaited):
+                units.popleft()
+        batch_bytes += gradient.size_bytes
+    return awaited
+
+
 class _Play:
     """Processes over the units of one plan. See the module's text."""
 
@@ -171,7 +217,8 @@ class _Play:
         self._first = _Line(float((plan.staging_slots - plan.slots_beside) * plan.staging_slot_bytes))
         self._beside = _Line(float(plan.slots_beside * plan.staging_slot_bytes))
         trained = [unit for unit in self._units if unit.trainable and not plan.on_device(unit)]
-        self._ways = {unit.index: self._way(unit) for unit in trained}
+        leaves = self._leaves({unit.index: unit for unit in trained})
+        self._ways = {unit.index: self._way(unit, leaves[unit.index]) for unit in trained}
         self._changed = Moment()  # of what a process that updates may wait for
         self._passed = Moment()  # of the host's thread, which looks at what has come when a gradient leaves the device
         self._offered: list[_Way] = []  # units whose gradients have come, the last one behind
@@ -184,7 +231,31 @@ class _Play:
         self._early: set[int] = set()
         self._ends: list[float] = []
 
-    def _way(self, unit: Unit) -> _Way:
+    def _leaves(self, trained: Mapping[int, Unit]) -> dict[int, list[tuple[float, float]]]:
+        """Return :attr:`_Way.leaves` of each unit."""
+        come = [
+            Gradient(index, share, numel / trained[index].numel, numel * trained[index].itemsize)
+            for index in self._backward.order
+            if index in trained
+            for numel, share in self._backward.gradients.get(index) or ((trained[index].numel, 1.0),)
+        ]
+        awaited = awaited_of(come, self._plan.grad_staging_bytes)
+        found: dict[int, list[tuple[float, float]]] = {index: [] for index in trained}
+        left: dict[int, float] = dict.fromkeys(trained, 1.0)
+        part = 0.0
+        for number, gradient in enumerate(come):
+            part += gradient.part
+            is_last = number + 1 == len(come) or come[number + 1].unit != gradient.unit
+            if is_last:
+                found[gradient.unit].append((1.0, left[gradient.unit]))
+            elif number in awaited:
+                found[gradient.unit].append((gradient.share, part))
+                left[gradient.unit] -= part
+            if is_last or number in awaited:
+                part = 0.0
+        return found
+
+    def _way(self, unit: Unit, leaves: Sequence[tuple[float, float]]) -> _Way:
         plan, home = self._plan, self._plan.home(unit, Role.PARAM)
         line = self._beside if unit.index in self._is_beside else self._first
         update, pieces, through = update_of(plan, unit), 0, 0
@@ -195,6 +266,7 @@ class _Play:
         return _Way(
             unit,
             gradient_of(plan, unit, first=not self._adds),
+            leaves,
             update,
             home,
             not self._clips and plan.updates_early(unit),
@@ -267,7 +339,13 @@ class _Play:
         self._come(step, f"{name}: begun", index)
         compute_s = which.compute_s.get(index, 0.0)
         if self._activations is None:
-            yield COMPUTE, compute_s
+            done, way = 0.0, self._ways.get(index)
+            if way is not None and which is self._backward:
+                for share, part in way.leaves[:-1]:
+                    yield COMPUTE, compute_s * (share - done)
+                    done = share
+                    self._lanes.begin(self._leave(way, part))
+            yield COMPUTE, compute_s * (1.0 - done)
         elif which is self._forward:
             yield from self._activations.forward(index, compute_s)
         else:
@@ -327,10 +405,15 @@ class _Play:
 
     # --- gradients and updates --------------------------------------------------------------------------------------
 
-    def _gradient(self, step: int, way: _Way) -> Process:
-        """Take a gradient to the host, and offer its unit to be updated."""
-        yield D2H, way.gradient.d2h + len(way.unit.slots) * self._hardware.copy_s * self._hardware.d2h_bytes_s
+    def _leave(self, way: _Way, part: float) -> Process:
+        """Let a part of a gradient leave the device, for which the host waits."""
+        copies_s = len(way.unit.slots) * self._hardware.copy_s
+        yield D2H, (way.gradient.d2h + copies_s * self._hardware.d2h_bytes_s) * part
         self._note_pass()
+
+    def _gradient(self, step: int, way: _Way) -> Process:
+        """Take what is left of a gradient to the host, and offer its unit to be updated."""
+        yield from self._leave(way, 1.0 if self._activations is not None else way.leaves[-1][1])
         yield TAKE, way.gradient.cpu
         self._missing -= 1
         self._come(step, "first gradient")

@@ -233,12 +233,13 @@ def _pass(
 ) -> Pass:
     shares = {index: _device_s(part.kernels, hardware) for index, part in parts.items()} or numels
     total = sum(shares.values()) or 1.0
+    gradients = {index: part.gradients for index, part in parts.items()}
     calls_s = {
         index: part.operators * hardware.operator_s + part.calls * hardware.hook_s + gradients_s.get(index, 0.0)
         for index, part in parts.items()
     }
     shares = {index: compute_s * share / total for index, share in shares.items()}
-    return Pass(order, shares, calls_s, frozenset(unit.index for unit in fetches))
+    return Pass(order, shares, calls_s, frozenset(unit.index for unit in fetches), gradients)
 
 
 def _ahead(plan: Plan, backward: Span, hardware: Hardware) -> tuple[Moved, float]:

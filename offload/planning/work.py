@@ -97,11 +97,13 @@ class Part:
         kernels: how often each runs.
         operators: calls of torch by the host.
         calls: of modules that have the engine's hooks.
+        gradients: of the unit's parameters, as they come: elements, and which share of the pass's products is made.
     """
 
     kernels: Mapping[Kernel, int]
     operators: int
     calls: int
+    gradients: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -294,6 +296,7 @@ class _Dropped:
     def __init__(self, parameter: torch.Tensor, counter: _Counter) -> None:
         def drop(_: torch.Tensor) -> None:
             if parameter.grad is not None:
+                counter.note_gradient(parameter)
                 counter.forget(parameter.grad)
             parameter.grad = None
 
@@ -369,6 +372,8 @@ class _Counter(DispatchMode):
         self._alive: dict[int, weakref.ref[Any] | None] = {storage_place(tensor): None for tensor in parameters}
         self._alive_bytes = 0
         self._operators: collections.Counter[int] = collections.Counter()
+        self._flops: collections.defaultdict[int, float] = collections.defaultdict(float)
+        self._gradients: collections.defaultdict[int, list[tuple[int, float]]] = collections.defaultdict(list)
         self._drawn: set[int] = set()  # storages of single random numbers
         self._unlikely: set[int] = set()  # and of answers whether one is less than a probability, by which layers drop
         self.peak_bytes = 0
@@ -377,10 +382,23 @@ class _Counter(DispatchMode):
     def next_pass(self) -> dict[int, Part]:
         """Return what was counted since the last pass, by unit."""
         calls = self._recording.calls if self._recording is not None else collections.Counter[int]()
-        found = {unit: Part(self._kernels(unit), self._operators[unit], calls[unit]) for unit in self._operators}
-        for counted in (self._made, self._operators, calls):
+        found = {
+            unit: Part(self._kernels(unit), self._operators[unit], calls[unit], self._come(unit))
+            for unit in self._operators
+        }
+        for counted in (self._made, self._operators, self._flops, self._gradients, calls):
             counted.clear()
         return found
+
+    def _come(self, unit: int) -> tuple[tuple[int, float], ...]:
+        total = self._flops[unit]
+        return tuple((numel, made / total if total else 1.0) for numel, made in self._gradients[unit])
+
+    def note_gradient(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter's gradient has come."""
+        unit = None if self._recording is None else self._recording.unit_of(parameter)
+        if unit is not None:
+            self._gradients[unit].append((parameter.numel(), self._flops[unit]))
 
     def _kernels(self, unit: int) -> collections.Counter[Kernel]:
         kernels: collections.Counter[Kernel] = collections.Counter()
@@ -411,6 +429,7 @@ class _Counter(DispatchMode):
             if known is None:
                 known = self._known[form] = _known(func, args, kwargs, output)
             self._made[unit][known] += 1
+            self._flops[unit] += known.kernel.flops
         if isinstance(output, torch.Tensor):
             self._begin(output)
             if not output.dim():
