@@ -13,12 +13,15 @@ from harness import host, nvme
 from models import BY_NAME
 
 import offload
+from offload.memory.budget import Tier
+from offload.planning import sizing
 from offload.planning.hardware import Hardware
 from offload.planning.moved import moved_of
 from offload.planning.timing import timing_of
 from swap import SwapStore, wait_all
 
 SPARE_BYTES = 256 << 20
+SMALL_HOST = "400KiB"  # few gradients have room
 LEARNED, MEASURED = 4, 3  # steps: the trace is known, and the working region has its size
 PROMPT = dataclasses.replace(
     Hardware.load("desktop"), drive_read_bytes_s=1e15, drive_write_bytes_s=1e15, drive_mixed_bytes_s=1e15
@@ -114,6 +117,24 @@ def test_the_bytes_of_accumulated_steps_are_as_predicted(tmp_path: Path) -> None
     torch.manual_seed(0)
     model = BY_NAME["llama"].build()
     check(model, nvme(model, tmp_path, units=6, gradient_accumulation_steps=3))
+
+
+@pytest.mark.cpu("a drive, and homes, of the CPU")
+@pytest.mark.usefixtures("single_torch_thread", "prompt_drive")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_bytes_of_gradients_at_home_on_the_drive_are_as_predicted(
+    micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each micro-batch writes them, and each but the first one reads them before, as updates do."""
+    monkeypatch.setattr(sizing, "MIN_CHUNK_NUMEL", 4096)  # small slots: without room for all gradients there are some
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build()
+    options = nvme(model, tmp_path, units=6, gradient_accumulation_steps=micro_batches)
+    options["max_memory"]["cpu"] = SMALL_HOST
+    asked = without_device(options)
+    plan = offload.plan(model, offload.AdamW(lr=1e-3), device="cpu", **asked).plan
+    assert sum(homes.grad is Tier.NVME for homes in plan.homes) > len(plan.homes) / 2
+    check(model, options)
 
 
 @pytest.mark.cpu("homes are those of the CPU")

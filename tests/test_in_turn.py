@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import offload
 from offload.planning.hardware import Hardware
 from offload.planning.in_turn import InTurn, at_once, beside_backward, in_turn_s
-from offload.planning.moved import Moved, gradient_of, lane_seconds, update_of
+from offload.planning.moved import Moved, Sums, gradient_of, lane_seconds, update_of
 from offload.planning.plan import Plan
 
 LAYERS, WIDE = 6, 64
@@ -55,7 +55,7 @@ def planned(path: Path, chunk_numel: int) -> Plan:
 
 
 def backward(plan: Plan, machine: Hardware, seconds: float, *, clips: bool = False) -> InTurn:
-    return beside_backward(plan, machine, ORDER, {}, [], seconds, clips=clips, adds=False)
+    return beside_backward(plan, machine, ORDER, {}, [], seconds, clips=clips, sums=Sums(adds=False))
 
 
 def work_s(plan: Plan, machine: Hardware) -> tuple[float, float, float]:
@@ -157,7 +157,8 @@ def test_no_lane_does_more_than_it_can(
     machine = dataclasses.replace(MACHINE, **drive)
     gradients_s, updates_s, drive_s = work_s(plan, machine)
     order = ORDER + (0,) * again  # a tied unit is used last, too
-    found = beside_backward(plan, machine, order, dict.fromkeys(ORDER, calls), [], seconds, clips=False, adds=False)
+    sums = Sums(adds=False)
+    found = beside_backward(plan, machine, order, dict.fromkeys(ORDER, calls), [], seconds, clips=False, sums=sums)
     share = len(found.early) / LAYERS
     assert found.early, "the first gradient's unit is begun at once"
     assert found.end_s >= (seconds + gradients_s + updates_s * share) * (1 - 1e-9)

@@ -681,6 +681,19 @@ def test_spilled_gradients_are_written_and_read() -> None:
     assert plan.step_bytes["nvme_read"] == (4 + 2 + 10) * n
 
 
+def test_the_wear_of_each_micro_batch_and_of_a_rank_alone_is_told() -> None:
+    """One micro-batch writes parameters, sums and states, 2 + 4 + 10 bytes of 8 Mi; each further one the sums."""
+    staging, pool = 4 * 16 * 64 * KIB, 2 * 4 * MIB
+    memory = budgets(6 * MIB, staging + pool, GIB)
+    plan = make_plan(Request(BLOCKS, memory, activation_bytes=0, chunk_numel=1, accumulate=True))
+    assert {homes.grad for homes in plan.homes} == {Tier.NVME}
+    assert str(plan).splitlines()[-1] == (
+        "drive wear: 0.134 TB written per 1000 steps of one micro-batch, and 0.0336 TB more for each further one"
+    )
+    lines = str(plan_with(Tier.HOST, Tier.NVME, world_size=2)).splitlines()
+    assert lines[-1] == "drive wear: 0.021 TB written per 1000 steps, by this rank alone"  # half of 10 bytes of 4 Mi
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 

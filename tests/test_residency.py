@@ -1,4 +1,4 @@
-"""What passes of a step fetch, by simulation: many micro-batches as if each were simulated, and in little time."""
+"""What passes of a step fetch, and read of gradients: many micro-batches as if each were simulated, in little time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from offload.memory.budget import Tier
 from offload.planning import residency
 from offload.planning.plan import Homes, Plan
+from offload.planning.residency import gradients_read
 from offload.planning.uses import Uses
 
 UNITS = 6
@@ -59,3 +60,40 @@ def test_a_step_of_very_many_micro_batches_is_not_simulated_as_a_whole(monkeypat
     passes = residency.fetched(plan, Uses.in_order(plan.request.units), micro_batches=100_000)
     assert len(passes) == 200_000 and len(used) < 10_000
     assert passes[2:4] * 10 == passes[100:120] and all(passes)
+
+
+def spilling(sizes: Sequence[int]) -> Plan:
+    """Return a plan of units with all on NVMe, and a pool for two gradients of the largest."""
+    units = [make_unit(index, [size * CHUNK]) for index, size in enumerate(sizes)]
+    return make_plan_with(units, [Homes(Tier.NVME, Tier.NVME, Tier.NVME)] * len(units))
+
+
+def test_sums_are_read_for_each_pass_that_adds_and_for_updates_unless_they_are_in_the_pool() -> None:
+    """Who came first in backward leaves: the first two of the model are there at its end, and the very first stays."""
+    plan = spilling([1, 1, 1, 1])
+    uses = Uses.in_order(plan.request.units)
+    assert gradients_read(plan, uses) == [set(), {2, 3}]
+    assert gradients_read(plan, uses, micro_batches=3) == [set(), {1, 2, 3}, {1, 2, 3}, {2, 3}]
+    in_memory = plan_of([1, 1], 4)
+    assert gradients_read(in_memory, Uses.in_order(in_memory.request.units), micro_batches=2) == [set()] * 3
+
+
+@given(order=orders, sizes=st.lists(st.integers(1, 4), min_size=UNITS, max_size=UNITS))
+def test_a_step_of_more_micro_batches_reads_in_those_before_what_one_of_fewer_does(
+    order: tuple[int, ...], sizes: list[int]
+) -> None:
+    plan, uses = spilling(sizes), Uses(order, order[::-1])
+    *longest, _ = gradients_read(plan, uses, micro_batches=MANY)
+    for many in range(1, MANY):
+        *passes, updates = gradients_read(plan, uses, micro_batches=many)
+        assert passes == longest[:many]
+        assert longest[many] >= updates, "what is not in the pool behind a pass is read in the next one"
+
+
+def test_gradients_of_very_many_micro_batches_are_not_simulated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = list[int]()
+    enters = residency._enters
+    monkeypatch.setattr(residency, "_enters", lambda pool, *unit: (entered.append(unit[0]), enters(pool, *unit))[1])
+    plan = spilling([1, 2, 3] * 10)
+    found = gradients_read(plan, Uses.in_order(plan.request.units), micro_batches=100_000)
+    assert len(found) == 100_001 and len(entered) < 10_000

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated.engine import engine_clock, untouched
-from simulated.figures import watched
+from simulated.figures import Figures, watched
 from test_simulated_clock_engine import llama
 from torch import nn
 
@@ -22,7 +22,7 @@ from offload.planning.lanes import COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE,
 from offload.planning.partition import find_units
 from offload.planning.played import Gradient, awaited_of
 from offload.planning.played_activations import PlayedActivations, Saved
-from offload.planning.timing import timing_of
+from offload.planning.timing import Timing, timing_of
 from offload.planning.work import work_of
 from offload.request import unit_bytes_of
 
@@ -90,7 +90,7 @@ def activations_of(case: Case) -> dict[str, Any]:
     return {"activations": "offload", **dict(zip(names, case.rooms, strict=True))}
 
 
-def by_clock_and_by_formula(case: Case) -> tuple[float, float]:
+def by_clock_and_by_formula(case: Case) -> tuple[Figures, Timing]:
     machine = case.machine
     memory: dict[str, Any] = {
         "device": int(machine.device_bytes * 0.9),
@@ -111,25 +111,37 @@ def by_clock_and_by_formula(case: Case) -> tuple[float, float]:
                     engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
                     engine.step()
 
-            took_s, plan = watched(watch, machine, step).step_s, engine.plan
+            took, plan = watched(watch, machine, step), engine.plan
             engine.close(restore=False)
     model = net(case)
     model.config.use_cache = False
     if case.rooms:  # which are rehearsed
         options |= {"offload_param": case.param, "offload_optimizer": case.states, "nvme_path": None, "device": "cuda"}
         told = offload.plan(model, optimizer=AdamW(lr=1e-3), batch=(1, case.tokens), hardware=machine, **options)
-        return took_s, told.timing.step_s
+        return took, told.timing
     tree = find_units(model, max_unit_bytes=unit_bytes_of(Config(), memory["device"]))
     work = work_of(model, (1, case.tokens), tree=tree)
-    told = timing_of(plan, work, machine, micro_batches=case.micro_batches, clips=case.clips)
-    return took_s, told.step_s
+    return took, timing_of(plan, work, machine, micro_batches=case.micro_batches, clips=case.clips)
 
 
 @pytest.mark.usefixtures("sim", "single_torch_thread")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_formula_is_what_the_clock_says(case: Case) -> None:
-    took_s, told_s = by_clock_and_by_formula(case)
-    assert told_s == pytest.approx(took_s, rel=0.05)
+    took, told = by_clock_and_by_formula(case)
+    assert told.step_s == pytest.approx(took.step_s, rel=0.05)
+
+
+@pytest.mark.usefixtures("sim", "single_torch_thread")
+@pytest.mark.parametrize(("micro_batches", "host"), [(1, 0.015), (3, 0.02)])
+def test_gradients_at_home_on_the_drive_are_read_and_written_by_each_micro_batch(
+    micro_batches: int, host: float
+) -> None:
+    """As the clock has it: bytes to the last one, and seconds. All states are there, too: 0.9 G of 10 bytes."""
+    took, told = by_clock_and_by_formula(Case(DESKTOP, "cpu", "nvme", 8192, micro_batches=micro_batches, host=host))
+    assert told.moved.drive_write > 10e9
+    moved = took.moved_bytes
+    assert (moved["drive read"], moved["drive write"]) == (told.moved.drive_read, told.moved.drive_write)
+    assert told.step_s == pytest.approx(took.step_s, rel=0.05)
 
 
 # --- gradients and lanes, by hand ---------------------------------------------------------------------------------

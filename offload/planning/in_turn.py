@@ -8,6 +8,7 @@ Owns the order in which the drive serves updates, and what waits for it:
   more: for half of the slots of staging.
 * A unit with room beside its old content is updated during backward: the one whose gradient came last comes first.
   Nothing begins once all gradients have come.
+* A gradient at home on NVMe waits for the sum so far, if the pool of gradients has it no more. The new sum is written.
 * When backward has ended, what has begun is finished. All other units follow in the order of the forward, which waits
   for each. What the drive was asked for together is over at about the same time, so it waits there, too, until the
   first of these pieces is worked on and more is asked for. Beside an update, parameters that the forward needs later
@@ -22,10 +23,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 from offload.planning.hardware import Hardware
-from offload.planning.moved import Moved, fetch_of, gradient_of, lane_seconds, trained_of, update_of
+from offload.planning.moved import Moved, Sums, fetch_of, gradient_of, lane_seconds, trained_of, update_of
 from offload.planning.plan import STAGING_SLOTS, Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -74,9 +75,17 @@ class _Backward:
         self._open: _Load | None = None
         self._left = 0  # pieces of it that nobody has asked for
 
-    def read(self, moved: Moved) -> None:
-        """Have the drive bring parameters, behind what it was asked for."""
+    def ask(self, moved: Moved) -> None:
+        """Have the drive move bytes, behind what it was asked for."""
         self._free_s = max(self._free_s, self.at_s) + lane_seconds(moved, self._hardware)["drive"]
+
+    def add(self, gradient: Moved) -> None:
+        """Wait for the sum that a gradient at home on NVMe is added to, and have the new one written."""
+        if gradient.drive_read:
+            self.ask(Moved(drive_read=gradient.drive_read))
+            self.at_s = self._free_s
+        if gradient.drive_write:
+            self.ask(Moved(drive_write=gradient.drive_write))
 
     def offer(self, load: _Load) -> None:
         """Have the gradient of a unit."""
@@ -129,7 +138,7 @@ def beside_backward(
     backward_s: float,
     *,
     clips: bool,
-    adds: bool,
+    sums: Sums,
 ) -> InTurn:
     """Tell which units are updated before backward has ended, and when that is.
 
@@ -141,22 +150,24 @@ def beside_backward(
         fetches: units whose parameters come for it.
         backward_s: that it takes without gradients and updates.
         clips: every step does, and nothing is updated before.
-        adds: gradients are added to those of other micro-batches.
+        sums: of gradients.
     """
     trained = {unit.index: unit for unit in trained_of(plan)}
     coming = {unit.index: unit for unit in fetches}
     played, room, complete = _Backward(plan, hardware), plan.early_bytes, 0
     for index, share, left in reversed(_visits(plan, forward)):
         if index in coming:
-            played.read(fetch_of(plan, [coming.pop(index)]))
+            played.ask(fetch_of(plan, [coming.pop(index)]))
         unit = None if left else trained.get(index)
         passes = calls.get(index, 0) // (left + 1) + (len(unit.slots) if unit is not None else 0)
-        compute_s = backward_s * share
+        compute_s, gradient = backward_s * share, Moved()
         if unit is not None:  # its gradient comes
-            compute_s += lane_seconds(gradient_of(plan, unit, first=not adds), hardware)["cpu"]
+            gradient = gradient_of(plan, unit, first=not sums.adds, added=sums.added)
+            compute_s += lane_seconds(gradient, hardware)["cpu"]
         for number in range(max(passes, 1)):
             played.at_s += compute_s / max(passes, 1)
             if unit is not None and number + 1 == passes:
+                played.add(gradient)
                 complete += 1
                 if not clips and plan.updates_early(unit) and plan.aside_bytes(unit) <= room:
                     room -= plan.aside_bytes(unit)
@@ -175,6 +186,7 @@ def in_turn_s(
     backward: InTurn,
     forward_s: float,
     ahead_s: float,
+    updated: Container[int] = (),
 ) -> float:
     """Return the seconds from the last backward to the end of the next forward.
 
@@ -186,6 +198,7 @@ def in_turn_s(
         backward: what was told of it.
         forward_s: that the forward takes without updates.
         ahead_s: of the drive's work for its updates, done before.
+        updated: units whose gradients the drive brings for that.
     """
     late = {unit.index: unit for unit in trained_of(plan) if unit.index not in backward.early}
     coming = {unit.index: unit for unit in fetches}
@@ -194,7 +207,7 @@ def in_turn_s(
         moved, pause_s = Moved(), 0.0
         if index in late:
             unit = late.pop(index)
-            moved, load = update_of(plan, unit), _load(plan, hardware, unit)
+            moved, load = update_of(plan, unit, updated), _load(plan, hardware, unit)
             pause_s = load.piece_s * load.pieces / at_once(plan) if load.read_bytes + load.write_bytes else 0.0
         beside_bytes = moved.drive_read + moved.drive_write
         if index in coming:

@@ -7,13 +7,14 @@ that lanes take for them, each alone. Pure arithmetic over plain values. Next: :
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Container, Sequence
 
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
-from offload.planning.residency import fetched
+from offload.planning.residency import fetched, gradients_read
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.planning.uses import Uses
@@ -35,6 +36,21 @@ class Moved:
 
     def __mul__(self, many: int) -> Moved:
         return Moved(**{field.name: getattr(self, field.name) * many for field in dataclasses.fields(Moved)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sums:
+    """What becomes of gradients in the last backward of a step, and in the updates behind it.
+
+    Attributes:
+        adds: they are added to those of other micro-batches.
+        added: units whose gradients so far the drive brings for that.
+        updated: units whose gradients it brings for their updates.
+    """
+
+    adds: bool
+    added: frozenset[int] = frozenset()
+    updated: frozenset[int] = frozenset()
 
 
 def lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
@@ -62,8 +78,8 @@ def moved_of(plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: C
         updated_early: units that are updated during backward.
     """
     passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=updated_early)
-    moved = sum((fetch_of(plan, units) for units in passes), updates_of(plan)) + gradients_of(plan, first=True)
-    return moved + gradients_of(plan, first=False) * (micro_batches - 1)
+    *added, updated = gradients_read(plan, uses, micro_batches=micro_batches)
+    return sum((fetch_of(plan, units) for units in passes), updates_of(plan, updated)) + gradients_of(plan, added)
 
 
 def fetch_of(plan: Plan, units: Sequence[Unit]) -> Moved:
@@ -73,40 +89,51 @@ def fetch_of(plan: Plan, units: Sequence[Unit]) -> Moved:
     return Moved(h2d=total - (drive if plan.request.device_is_host else 0), drive_read=drive)
 
 
-def gradients_of(plan: Plan, *, first: bool) -> Moved:
-    """Return what one backward moves of gradients: taken from what arrives, and added if it is not the `first` one."""
-    return sum((gradient_of(plan, unit, first=first) for unit in trained_of(plan)), Moved())
+def gradients_of(plan: Plan, added: Sequence[frozenset[int]]) -> Moved:
+    """Return what the first backward passes of a step move of gradients.
+
+    Args:
+        plan: homes of the shards.
+        added: per pass, units whose gradients so far the drive brings, for the pass adds to them.
+    """
+    units, moved = trained_of(plan), Moved()
+    for (first, read), many in collections.Counter((number == 0, read) for number, read in enumerate(added)).items():
+        moved += sum((gradient_of(plan, unit, first=first, added=read) for unit in units), Moved()) * many
+    return moved
 
 
-def gradient_of(plan: Plan, unit: Unit, *, first: bool) -> Moved:
-    """Return that of one unit."""
-    request = plan.request
-    if plan.home(unit, Role.GRAD) is Tier.DEVICE:
+def gradient_of(plan: Plan, unit: Unit, *, first: bool, added: Container[int] = ()) -> Moved:
+    """Return what one backward moves of a unit's: taken from what arrives, and added if it is not the `first` one."""
+    request, home = plan.request, plan.home(unit, Role.GRAD)
+    if home is Tier.DEVICE:
         return Moved()
     size, kept = unit.param_bytes, request.role_bytes(unit, Role.GRAD)
-    return Moved(d2h=0 if request.device_is_host else size, cpu=size + kept + (0 if first else kept))
+    return Moved(
+        d2h=0 if request.device_is_host else size,
+        cpu=size + kept + (0 if first else kept),
+        drive_read=kept if unit.index in added else 0,
+        drive_write=kept if home is Tier.NVME else 0,
+    )
 
 
-def updates_of(plan: Plan) -> Moved:
-    """Return what the updates of a step move."""
-    return sum((update_of(plan, unit) for unit in trained_of(plan)), Moved())
+def updates_of(plan: Plan, updated: Container[int] = ()) -> Moved:
+    """Return what the updates of a step move; of units `updated`, the drive brings the gradients for that."""
+    return sum((update_of(plan, unit, updated) for unit in trained_of(plan)), Moved())
 
 
-def update_of(plan: Plan, unit: Unit) -> Moved:
+def update_of(plan: Plan, unit: Unit, updated: Container[int] = ()) -> Moved:
     """Return that of one unit."""
     request, homes = plan.request, plan.homes[unit.index]
     if request.on_device(homes):
         return Moved()
     numel = request.owned_numel(unit, Role.MASTER)
-    param, grad = request.chunk_bytes(unit, Role.PARAM, numel), request.role_bytes(unit, Role.GRAD)
-    read = write = 0
+    param = request.chunk_bytes(unit, Role.PARAM, numel)
+    read, write = request.role_bytes(unit, Role.GRAD) if unit.index in updated else 0, 0
     if homes.states is Tier.NVME:
         record = request.record_bytes(unit, STATE_ROLES, plan.chunk_numel)
         read, write = read + record, write + record
     if homes.param is Tier.NVME:
         read, write = read + (0 if request.device_is_host else param), write + param
-    if homes.grad is Tier.NVME:
-        read, write = read + grad, write + grad
     link = param if homes.param is Tier.DEVICE and not request.device_is_host else 0  # down to be updated, and up again
     return Moved(h2d=link, d2h=link, cpu=update_bytes(plan, unit), drive_read=read, drive_write=write)
 

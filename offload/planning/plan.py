@@ -348,7 +348,18 @@ class Plan:
         if self.held_bytes:
             yield f"checkpoints in the background: {format_bytes(self.held_bytes)} of the nvme buffers, to copy from"
         if self.step_bytes["nvme_write"]:
-            yield f"drive wear: {figures(self.step_bytes['nvme_write'] * 1000 / 1e12)} TB written per 1000 steps"
+            yield f"drive wear: {self._wear()}"
+
+    def _wear(self) -> str:
+        """Return what steps write to the drive, in words: what each micro-batch writes is told apart."""
+        request, written = self.request, self.step_bytes["nvme_write"]
+        spilled = [unit for unit in request.units if self.home(unit, Role.GRAD) is Tier.NVME]
+        again = sum(self.role_bytes(unit, Role.GRAD) for unit in spilled)
+        again += self.activation_step_bytes.get("nvme_write", 0)
+        text = f"{figures(written * 1000 / 1e12)} TB written per 1000 steps"
+        if request.accumulate and again:
+            text += f" of one micro-batch, and {figures(again * 1000 / 1e12)} TB more for each further one"
+        return text if request.world_size == 1 else f"{text}, by this rank alone"
 
 
 def _listed(sizes: Mapping[str, int]) -> str:

@@ -2,10 +2,10 @@
 
 Owns the policy of budgets, and the words of a refusal. Pure Python over the values of :mod:`offload.planning.plan`.
 
-What lives on NVMe is read and written once per step, and parameters are read more than once:
+What lives on NVMe is read and written once per step, gradients per micro-batch, and parameters are read more than once:
 
 ========== =================================================================================
-gradients  one read and one write
+gradients  one read and one write of each micro-batch
 parameters one read each for forward and backward, one more for the update of a GPU; one write
 states     one read and one write of larger shards
 ========== =================================================================================

@@ -5,6 +5,8 @@ Owns the order in which things happen, as :class:`.Lanes` lets time go by:
 * The device computes unit by unit, each once its parameters are there and the host has given it the work.
 * A gradient goes to the host and is taken there by the CPU, beside updates. The host's thread hands gradients over
   until there is no room for the next one. Then it waits for the oldest to leave, and passes by what it has begun.
+* A gradient at home on NVMe is added to what the drive brings of it, and written: each waits for the one before, and for
+  room in the pool of gradients.
 * A unit that has room beside its old content is updated during backward: the one whose gradient came last comes first.
 * When all gradients are there, what has begun is finished. All other units follow in the order of the forward: those
   with something on NVMe in a line of their own, so that the drive goes on while others are updated.
@@ -26,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.lanes import CALLS, COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
-from offload.planning.moved import Moved, gradient_of, update_of
+from offload.planning.moved import Moved, Sums, gradient_of, update_of
 from offload.planning.plan import LARGE_CHUNK_NUMEL, MOST_QUEUED, Plan
 from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.roles import Role
@@ -126,7 +128,7 @@ def play(
     forward: Pass,
     *,
     clips: bool,
-    adds: bool,
+    sums: Sums,
     before_s: float,
     there_s: float,
     saved: Saved | None = None,
@@ -139,13 +141,13 @@ def play(
         backward: the last one of a step.
         forward: the first one of the next step.
         clips: every step does.
-        adds: gradients are added to those of other micro-batches.
+        sums: of gradients.
         before_s: seconds of other micro-batches.
         there_s: of the updates that the device makes.
         saved: activations that leave; None where all stay.
     """
     fixed_s = before_s, there_s
-    return _Play(plan, hardware, backward, forward, saved, clips=clips, adds=adds, fixed_s=fixed_s).result()
+    return _Play(plan, hardware, backward, forward, saved, clips=clips, sums=sums, fixed_s=fixed_s).result()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ class _Play:
         saved: Saved | None,
         *,
         clips: bool,
-        adds: bool,
+        sums: Sums,
         fixed_s: tuple[float, float],
     ) -> None:
         self._plan = plan
@@ -208,7 +210,7 @@ class _Play:
         self._hardware = hardware
         self._backward, self._forward = backward, forward
         self._clips = clips
-        self._adds = adds
+        self._sums = sums
         self._before_s, self._there_s = fixed_s
         self._lanes = Lanes(hardware)
         self._activations = None if saved is None else PlayedActivations(self._lanes, hardware, saved)
@@ -220,6 +222,9 @@ class _Play:
         leaves = self._leaves({unit.index: unit for unit in trained})
         self._ways = {unit.index: self._way(unit, leaves[unit.index]) for unit in trained}
         self._changed = Moment()  # of what a process that updates may wait for
+        self._taken = Moment()  # of the gradient that came last; they are taken one by one
+        self._taken.has_come = True
+        self._spilling = 0  # bytes of gradients in their pool that are not at home on NVMe yet
         self._passed = Moment()  # of the host's thread, which looks at what has come when a gradient leaves the device
         self._offered: list[_Way] = []  # units whose gradients have come, the last one behind
         self._missing = 0  # gradients
@@ -258,14 +263,14 @@ class _Play:
     def _way(self, unit: Unit, leaves: Sequence[tuple[float, float]]) -> _Way:
         plan, home = self._plan, self._plan.home(unit, Role.PARAM)
         line = self._beside if unit.index in self._is_beside else self._first
-        update, pieces, through = update_of(plan, unit), 0, 0
+        update, pieces, through = update_of(plan, unit, self._sums.updated), 0, 0
         if update.drive_read or update.drive_write or (home is Tier.DEVICE and unit.index not in plan.spare_units):
             through = max(update.drive_read, update.drive_write, unit.param_bytes)
             times = through / max(line.room_bytes, 1)
             pieces = max(min(math.ceil(times * MOST_PIECES), MOST_PIECES), math.ceil(times * AT_ONCE), LEAST_PIECES)
         return _Way(
             unit,
-            gradient_of(plan, unit, first=not self._adds),
+            gradient_of(plan, unit, first=not self._sums.adds, added=self._sums.added),
             leaves,
             update,
             home,
@@ -413,8 +418,16 @@ class _Play:
 
     def _gradient(self, step: int, way: _Way) -> Process:
         """Take what is left of a gradient to the host, and offer its unit to be updated."""
+        before, self._taken = self._taken, Moment()
+        taken, spilled = self._taken, way.gradient.drive_write
         yield from self._leave(way, 1.0 if self._activations is not None else way.leaves[-1][1])
+        yield before
+        while spilled and self._spilling + spilled > self._plan.grad_pool_bytes:
+            yield self._changed
+        self._spilling += spilled
+        yield READ, way.gradient.drive_read
         yield TAKE, way.gradient.cpu
+        self._lanes.come(taken)
         self._missing -= 1
         self._come(step, "first gradient")
         if way.early and self._missing:
@@ -422,6 +435,9 @@ class _Play:
             self._offered.append(way)
         elif not self._missing:
             self._note_pass()
+        self._note_change()
+        yield WRITE, spilled
+        self._spilling -= spilled
         self._note_change()
 
     def _updates(self) -> Process:

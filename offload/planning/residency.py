@@ -1,9 +1,10 @@
-"""What a step fetches of parameters once steps repeat: the engine's own policy, run over sizes alone.
+"""What a step fetches of parameters, and of gradients, once steps repeat: the engine's own policy, over sizes alone.
 
 Owns the simulation of the working region. It goes by the units' order of use, by :func:`.who_leaves`, and by the
-places of :class:`.Region`, as an engine does. It knows no time: what is asked for is there, and what is written is
-home, at once. So it is exact where a drive keeps up; a slow one may keep a unit from leaving. Next:
-:mod:`offload.planning.timing` makes seconds of the bytes.
+places of :class:`.Region`, as an engine does. Owns that of the pool of gradients, too, which the unit leaves that came
+first in backward. It knows no time: what is asked for is there, and what is written is home, at once. So it is exact
+where a drive keeps up; a slow one may keep a unit from leaving. Next: :mod:`offload.planning.timing` makes seconds of
+the bytes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,39 @@ def fetched(
             break
         many = min(micro_batches, 2 * many)
     return [tuple(units[index] for index in each) for each in found]
+
+
+def gradients_read(plan: Plan, uses: Uses, *, micro_batches: int = 1) -> list[frozenset[int]]:
+    """Return the units whose gradients come from the drive: for each backward pass of a step, then for its updates.
+
+    A pass adds to what those before it have summed up. What is in the pool still is not read.
+
+    Args:
+        plan: homes, and the size of the pool.
+        uses: of a micro-batch.
+        micro_batches: of a step.
+    """
+    units = plan.request.units
+    order = reversed(dict.fromkeys((*uses.forward, *(unit.index for unit in units))))
+    spilled = (units[index] for index in order if plan.home(units[index], Role.GRAD) is Tier.NVME)
+    sizes = {unit.index: plan.role_bytes(unit, Role.GRAD) for unit in spilled}
+    pool = Region(Buffer(Tier.HOST, 0, 0, plan.grad_pool_bytes))
+    found, known = list[frozenset[int]](), dict[int, int]()
+    while len(found) < micro_batches:
+        entered = frozenset(index for index, size_bytes in sizes.items() if _enters(pool, index, size_bytes))
+        found.append(entered if found else frozenset())  # the first pass has nothing to add to
+        first = known.setdefault(pool.layout, len(found))
+        found += found[first:] * ((micro_batches - len(found)) // max(len(found) - first, 1))  # all is as it was then
+    return [*found, frozenset(sizes).difference(pool.owners())]
+
+
+def _enters(pool: Region, index: int, size_bytes: int) -> bool:
+    """Let a unit's gradient be in the pool, which others leave for it; tells whether it was not there."""
+    if index in pool.owners():
+        return False
+    while pool.allocate(size_bytes, index) is None:
+        pool.free(max(pool.owners()))
+    return True
 
 
 def _simulated(

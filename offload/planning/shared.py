@@ -32,7 +32,7 @@ def lanes_of(plan: Plan, work: Work, hardware: Hardware) -> dict[str, float]:
         "compute": sum(kernel.seconds(hardware) * many for kernel, many in kernels),
         "h2d": size("h2d", 0) / hardware.h2d_bytes_s,
         "d2h": size("d2h", 0) / hardware.d2h_bytes_s,
-        "cpu": (gradients_of(plan, first=True) + updates_of(plan)).cpu * ranks / hardware.update_bytes_s,
+        "cpu": (gradients_of(plan, [frozenset()]) + updates_of(plan)).cpu * ranks / hardware.update_bytes_s,
         "drive": max(alone, (read + write) / hardware.drive_mixed_bytes_s),
         "collectives": 2 * sent * ranks / hardware.host_bytes_s,
     }

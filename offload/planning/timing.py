@@ -26,6 +26,7 @@ from offload.planning.hardware import Hardware
 from offload.planning.in_turn import InTurn, beside_backward, in_turn_s
 from offload.planning.moved import (
     Moved,
+    Sums,
     activations_of,
     fetch_of,
     gradients_of,
@@ -37,7 +38,7 @@ from offload.planning.moved import (
 from offload.planning.plan import Plan
 from offload.planning.played import Pass, play
 from offload.planning.played_activations import Saved
-from offload.planning.residency import fetched
+from offload.planning.residency import fetched, gradients_read
 from offload.planning.units import Unit
 from offload.planning.uses import Uses
 from offload.planning.work import Kernel, Part, Work
@@ -132,29 +133,34 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     plays = False  # activations, so that their order is in what a step took
     may_be = [unit.index for unit in plan.request.units if host and not clips and plan.updates_early(unit)]
     passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=may_be)
+    *added, updated = gradients_read(plan, uses, micro_batches=micro_batches)
+    earlier = micro_batches - 1
+    sums = Sums(earlier > 0, added[-1], updated)
     if host:
         calls = {index: part.calls for index, part in work.parts[1].items()} if work.parts else {}
-        order, adds = uses.forward, micro_batches > 1
-        early = beside_backward(plan, hardware, order, calls, passes[-1], backward_s, clips=clips, adds=adds)
+        early = beside_backward(plan, hardware, uses.forward, calls, passes[-1], backward_s, clips=clips, sums=sums)
         passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=early.early)
     fresh, *between, again = (fetch_of(plan, units) for units in passes)
-    gradients, updates, earlier = gradients_of(plan, first=True), updates_of(plan), micro_batches - 1
+    summed, updates = gradients_of(plan, added[:-1]), updates_of(plan, updated)
+    gradients = gradients_of(plan, added) + summed * -1
     spans: list[Span] = []
     moved = Moved()
     if earlier:
-        gradients = gradients_of(plan, first=False)
-        moved = sum(between, gradients * (earlier - 1)) + gradients_of(plan, first=True) + (away + back) * earlier
+        moved = sum(between, summed) + (away + back) * earlier
         spans = [_span("micro-batches but the last", earlier * (forward_s + backward_s), moved, hardware, host)]
     bound_s = sum(span.bound_s for span in spans)
-    fill_s = max(earlier * alternate_s - bound_s, 0.0)
+    spilled = Moved(drive_read=summed.drive_read, drive_write=summed.drive_write)  # beside backward alone
+    passes_s = earlier * _bound_s(forward_s, away, hardware)
+    passes_s += _bound_s(earlier * backward_s, back * earlier + spilled, hardware)
+    fill_s = max(passes_s - bound_s, 0.0)
     there_s = _updates_there_s(plan, hardware)  # of the one forward that comes behind them
     took_s, early_units = 0.0, len(early.early) if early else 0
     if not host:
         before_s, (first, last) = bound_s + fill_s, _passes(plan, work, hardware, uses, (forward_s, backward_s), passes)
-        adds, saved = earlier > 0, _saved(plan, work, first, away)
+        saved = _saved(plan, work, first, away)
         plays = saved is not None
         played = play(
-            plan, hardware, last, first, clips=clips, adds=adds, before_s=before_s, there_s=there_s, saved=saved
+            plan, hardware, last, first, clips=clips, sums=sums, before_s=before_s, there_s=there_s, saved=saved
         )
         took_s, early_units = played.step_s - before_s, played.early_units
         fresh += Moved(drive_read=-played.filled_bytes)
@@ -172,7 +178,7 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         name = "backward, updates, forward"
         found = [_span(name, forward_s + there_s + backward_s, backward + forward, hardware, host)]
     if early is not None:
-        took_s = in_turn_s(plan, hardware, uses.forward, passes[0], early, forward_s + there_s, ahead_s)
+        took_s = in_turn_s(plan, hardware, uses.forward, passes[0], early, forward_s + there_s, ahead_s, updated)
     bound_s = sum(span.bound_s for span in found)
     fill_s += max(took_s - bound_s, 0.0 if plays else alternate_s - bound_s, 0.0)
     return Timing((*spans, *found), fill_s, moved + backward + forward, early_units)
