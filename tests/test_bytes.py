@@ -81,6 +81,9 @@ def check(model: torch.nn.Module, options: dict[str, Any]) -> offload.Stats:
     early = set() if "max_grad_norm" in options else early
     assert after.early_units - before.early_units == MEASURED * len(early)
     moved = moved_of(forecast.plan, forecast.work.uses, micro_batches=micro_batches, updated_early=early)
+    if micro_batches == 1:
+        bound = forecast.plan.step_bytes
+        assert moved.drive_read <= bound["nvme_read"] and moved.h2d <= bound["h2d"]
     counted = {link: after.links[link].bytes - before.links[link].bytes for link in ("nvme_read", "nvme_write", "h2d")}
     assert counted == {
         "nvme_read": MEASURED * moved.drive_read,
@@ -135,6 +138,17 @@ def test_the_bytes_of_gradients_at_home_on_the_drive_are_as_predicted(
     plan = offload.plan(model, offload.AdamW(lr=1e-3), device="cpu", **asked).plan
     assert sum(homes.grad is Tier.NVME for homes in plan.homes) > len(plan.homes) / 2
     check(model, options)
+
+
+@pytest.mark.cpu("a drive, and homes, of the CPU")
+@pytest.mark.usefixtures("single_torch_thread", "prompt_drive")
+def test_the_bytes_of_frozen_units_are_as_predicted_and_no_more_than_the_plan_says(tmp_path: Path) -> None:
+    """Backward goes through all of them, to what is trained in front."""
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed_tokens" in name)
+    check(model, nvme(model, tmp_path))
 
 
 @pytest.mark.cpu("homes are those of the CPU")

@@ -629,8 +629,11 @@ def test_a_model_that_is_all_frozen_needs_no_gradients_and_no_states() -> None:
 
 def plan_with(param: Tier, states: Tier, dtype: str = "bfloat16", **more: Any) -> Plan:
     units = [make_unit(index, MIB, dtype) for index in range(4)]
-    request = Request(units, budgets(GIB, GIB, GIB), param_tier=param, optimizer_tier=states, **more)
-    return make_plan(request)
+    return plan_of_units(units, param_tier=param, optimizer_tier=states, **more)
+
+
+def plan_of_units(units: Sequence[Unit], **more: Any) -> Plan:
+    return make_plan(Request(units, budgets(GIB, GIB, GIB), **more))
 
 
 N = 4 * MIB  # elements
@@ -667,8 +670,17 @@ def test_a_gpu_sends_gradients_down() -> None:
 
 def test_frozen_parameters_are_read_once_and_never_written() -> None:
     units = [make_unit(index, MIB, trainable=False) for index in range(4)]
-    moved = make_plan(Request(units, budgets(GIB, GIB, GIB), param_tier=Tier.NVME)).step_bytes
+    moved = plan_of_units(units, param_tier=Tier.NVME).step_bytes
     assert moved == {"nvme_read": 2 * N, "nvme_write": 0, "h2d": 0, "d2h": 0, "cpu_adam": 0}
+
+
+def test_frozen_parameters_beside_trained_ones_are_read_for_both_passes() -> None:
+    """Backward goes through those behind a trained one, and nobody knows here which these are."""
+    units = [make_unit(index, MIB, trainable=index == 0) for index in range(4)]
+    moved = plan_of_units(units, param_tier=Tier.NVME, optimizer_tier=Tier.HOST).step_bytes
+    assert (moved["nvme_read"], moved["nvme_write"]) == (2 * 2 * N, 2 * MIB)
+    moved = plan_of_units(units, param_tier=Tier.HOST, optimizer_tier=Tier.HOST).step_bytes
+    assert moved["h2d"] == 2 * 2 * N
 
 
 def test_spilled_gradients_are_written_and_read() -> None:

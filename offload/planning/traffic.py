@@ -35,11 +35,11 @@ def step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int, worki
     in a node. ``between_nodes`` is what goes to the owners of the same slice: parts of a node's sum, and of the total.
     """
     read = write = h2d = adam = d2h = sent = between = 0
+    passes = 2 if any(unit.trainable for unit in request.units) else 1  # backward goes through frozen units, too
     for unit, home in zip(request.units, homes, strict=True):
         own = request.owned_numel(unit, Role.MASTER)
         states = request.kept_bytes(unit, STATE_ROLES)
         grad = request.role_bytes(unit, Role.GRAD)
-        passes = 2 if unit.trainable else 1
         kept = request.role_bytes(unit, Role.PARAM)
         in_place = request.device_is_host and not request.slices_parameters
         if home.param is Tier.NVME:
