@@ -10,12 +10,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from offload.activations.ledger import with_margin
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
 from offload.planning.timing import Timing
 from offload.planning.work import Work
-from offload.sizes import figures, format_bytes
+from offload.sizes import PAGE_BYTES, figures, format_bytes
 
 NEAR = 1.15  # of the bound without clipping, which a step that clips is to take
 
@@ -72,8 +73,12 @@ class Forecast:
 
     @property
     def peak_bytes(self) -> dict[Tier, int]:
-        """Bytes of each tier at once: those of the plan, and on the device the activations of a micro-batch."""
-        plan, work = self.plan, self.work
+        """Bytes of each tier at once: those of the plan, and on the device the activations of a micro-batch.
+
+        Where the CPU is the device, the working region gives way to these.
+        """
+        work = self.work
+        plan = self.plan if work is None else given_way(self.plan, work)
         found = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
         found[Tier.HOST] += plan.request.own_bytes
         if work is not None:
@@ -226,6 +231,19 @@ def room_bytes(found: Plan) -> int:
     """Return what a plan leaves to activations; where the CPU is the device, working copies give way to them."""
     room = found.activation_bytes
     return room + found.working_bytes - found.least_working_bytes if found.request.device_is_host else room
+
+
+def given_way(found: Plan, work: Work) -> Plan:
+    """Return the plan with what is left of its working region, where the CPU is the device and activations want more.
+
+    It gives way to them and to the margin that an engine keeps free, down to the units that must be there together.
+    """
+    if not found.request.device_is_host or work.device_bytes <= found.activation_bytes:
+        return found
+    wanted = with_margin(work.device_bytes) - found.activation_bytes
+    left = max((found.working_bytes - wanted) // PAGE_BYTES * PAGE_BYTES, found.least_working_bytes)
+    device = found.arena_bytes[Tier.DEVICE] - found.working_bytes + left
+    return dataclasses.replace(found, working_bytes=left, arena_bytes={**found.arena_bytes, Tier.DEVICE: device})
 
 
 def missing_bytes(found: Plan, work: Work) -> int:

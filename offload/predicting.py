@@ -22,7 +22,7 @@ from torch import nn
 from offload.activations.ledger import with_margin
 from offload.config import Config, tier_named, values_of
 from offload.errors import BudgetError, ConfigError
-from offload.forecast import NEAR, Clipping, Forecast, missing_bytes, room_bytes
+from offload.forecast import NEAR, Clipping, Forecast, given_way, missing_bytes, room_bytes
 from offload.kernels.optimizers import AdamW
 from offload.memory.budget import Tier
 from offload.memory.devices import open_device
@@ -346,7 +346,7 @@ def _planned(
 
 
 def _timed(found: Plan, work: Work, machine: Hardware, asked: Config) -> Timing:
-    steps = asked.gradient_accumulation_steps
+    steps, found = asked.gradient_accumulation_steps, given_way(found, work)
     return timing_of(found, work, machine, micro_batches=steps, clips=asked.max_grad_norm is not None)
 
 

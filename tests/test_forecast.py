@@ -788,6 +788,20 @@ def test_peaks_are_those_of_the_plan_and_a_micro_batch(forecast: offload.Forecas
     assert f"{format_bytes(plan.arena_bytes[Tier.HOST])} of cpu page-locked" in str(forecast)
 
 
+@pytest.mark.parametrize(("rows", "left"), [(1200, 100), (1400, 80), (2000, 48)])
+def test_peaks_of_a_batch_that_fits_are_within_the_budget_where_parameters_give_way(rows: int, left: int) -> None:
+    """Of a CPU's 200 MiB, half are for activations; of eight units of 16 MiB, three must be there together."""
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+        batch = [torch.empty(rows, 2048)]
+    memory = {"device": "200MiB", "cpu": "2GiB"}
+    homes = {"offload_param": "cpu", "offload_optimizer": "cpu"}
+    found = offload.plan(net, batch=batch, device="cpu", max_memory=memory, **homes)
+    assert found.fits and found.work is not None and found.plan.working_bytes == 100 * MIB
+    region = found.peak_bytes[Tier.DEVICE] - found.work.device_bytes
+    assert left * MIB <= region < (left + 1) * MIB and region + found.work.device_bytes <= 200 * MIB
+
+
 def test_figures_show_all_that_is_before_the_point() -> None:
     shown = {0.64249: "0.642", 45.32: "45.3", 999.7: "1,000", 2037.4: "2,037", 5.55e6: "5,550,000", 0.0: "0"}
     assert {value: figures(value) for value in shown} == shown

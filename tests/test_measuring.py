@@ -95,6 +95,19 @@ def test_content_fits_the_strides_of_any_tensor() -> None:
         assert not tensor.any()
 
 
+def test_a_step_is_timed_with_the_region_that_activations_leave() -> None:
+    """All eight units have room in it beside fewer rows, and nothing comes then; activations of these leave three."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    options = {"max_memory": {"device": "4MiB", "cpu": "64MiB"}, "offload_param": "cpu", "offload_optimizer": "cpu"}
+    few, many = (
+        offload.plan(model, batch=[torch.ones(rows, 256)], hardware="here", device="cpu", **options)
+        for rows in (32, 280)
+    )
+    assert few.plan.working_bytes == many.plan.working_bytes == 8 * 4 * 256**2
+    assert many.fits and few.timing is not None and many.timing is not None
+    assert few.timing.moved.h2d == 0 and many.timing.moved.h2d >= 2 * 5 * 4 * 256**2
+
+
 def test_what_was_measured_is_kept_until_it_is_to_be_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gather().operators_measured == 0
     first = planned()
