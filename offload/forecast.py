@@ -184,24 +184,32 @@ class Forecast:
 
     @property
     def beyond_machine(self) -> dict[Tier, float]:
-        """The bytes that the machine has of each tier of which the budgets, of all ranks, are more."""
+        """The bytes that the machine has of each tier of which the budgets, of all ranks, are more.
+
+        Where the CPU is the device, both budgets are of the host's memory.
+        """
         if self.hardware is None:
             return {}
         has = {Tier.DEVICE: self.hardware.device_bytes, Tier.HOST: self.hardware.host_bytes}
-        budgets = self.plan.request.budgets
-        return {tier: size for tier, size in has.items() if budgets[tier] * self._budgets_of(tier) > size}
+        return {tier: size for tier, size in has.items() if sum(self._budgets_of(tier)) > size}
 
-    def _budgets_of(self, tier: Tier) -> int:
-        """Return how many ranks' budgets are of the same memory."""
-        return self.plan.request.world_size if tier is Tier.HOST else 1
+    def _budgets_of(self, tier: Tier) -> list[int]:
+        """Return the budgets that are of a tier's memory: those of all ranks, or of the device, if that is the host."""
+        budgets, shared = self.plan.request.budgets, self.plan.request.device_is_host
+        if tier is Tier.DEVICE:
+            return [] if shared else [budgets[tier]]
+        return [budgets[Tier.DEVICE]] * shared + [budgets[tier]] * self.plan.request.world_size
 
     def _beyond(self) -> Iterator[str]:
+        name = self.hardware.name if self.hardware else ""
         for tier, has in self.beyond_machine.items():
-            many, size = self._budgets_of(tier), self.plan.request.budgets[tier]
-            of = f"{many} times " if many > 1 else ""
-            budget = f'{of}max_memory["{tier.value}"], {format_bytes(size)}'
-            name = self.hardware.name if self.hardware else ""
-            yield f"NOT OF THIS MACHINE: {budget}, is more than the {format_bytes(has)} of {name}"
+            budgets, named = self._budgets_of(tier), f'max_memory["{tier.value}"]'
+            many = self.plan.request.world_size if tier is Tier.HOST else 1
+            what = f"{f'{many} times ' if many > 1 else ''}{named}, {format_bytes(budgets[-1])}, is"
+            if self.plan.request.device_is_host:
+                both = f'max_memory["{Tier.DEVICE.value}"] and {named}'
+                what = f"{both}, {format_bytes(sum(budgets))} of the same memory, are"
+            yield f"NOT OF THIS MACHINE: {what} more than the {format_bytes(has)} of {name}"
 
     def _shared(self, hardware: Hardware) -> Iterator[str]:
         ranks = self.plan.request.world_size

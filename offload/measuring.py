@@ -30,6 +30,7 @@ from offload.memory.arena import HOST, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
+from offload.memory.limits import total_host_bytes
 from offload.memory.machine import cpu_name
 from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.moved import update_bytes
@@ -110,8 +111,6 @@ class Here:
         paths: Sequence[Path],
         chunk_numel: int,
         streams_states: bool,
-        device_bytes: int,
-        host_bytes: int,
     ) -> Hardware:
         """Return the machine's numbers.
 
@@ -122,8 +121,6 @@ class Here:
             chunk_numel: elements that are updated at once.
             streams_states: they pass through memory from a drive. A CPU that computes has to see to each chunk: what it
                 takes for that counts as time of updates.
-            device_bytes: of the device.
-            host_bytes: of the host.
         """
         what = f"{type(optimizer).__module__}.{type(optimizer).__name__} with {state_dtype}"
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
@@ -160,11 +157,11 @@ class Here:
             flops_16=products[torch.bfloat16],
             flops_32=products[torch.float32],
             flops_share=1.0,
-            device_bytes=device_bytes,
+            device_bytes=self._device.total_bytes(),
             device_bytes_s=copies["device"],
             h2d_bytes_s=rates["h2d"],
             d2h_bytes_s=rates["d2h"],
-            host_bytes=host_bytes,
+            host_bytes=total_host_bytes(),
             host_bytes_s=max(copies["host"], rates["update"], update_bytes_s),
             update_bytes_s=update_bytes_s,
             drive_read_bytes_s=drive["read"],

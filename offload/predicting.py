@@ -303,8 +303,6 @@ def _measured(
             paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
             chunk_numel=found.chunk_numel,
             streams_states=any(homes.states is Tier.NVME for homes in found.homes),
-            device_bytes=found.request.budgets[Tier.DEVICE],
-            host_bytes=found.request.budgets[Tier.HOST],
         )
         return machine, {mode: (plan, known.timed(work, machine)) for mode, (plan, work) in cases.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from offload import measuring
 from offload.cli.doctor import gather
 from offload.cli.main import main
 from offload.measuring import Here, seconds_of
-from offload.memory import drives
+from offload.memory import drives, limits
 from offload.memory.device import Device
 from offload.memory.devices import open_device
 from offload.planning.work import Blank, Call, work_of
@@ -93,6 +94,22 @@ def test_content_fits_the_strides_of_any_tensor() -> None:
         tensor = measuring._filled(Blank(torch.int64, shape, strides), open_device("cpu"))
         assert (tuple(tensor.shape), tensor.stride()) == (shape, strides)
         assert not tensor.any()
+
+
+def test_budgets_that_are_more_than_this_machine_has_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device and host are one memory: of 8 GiB, 5 and 3 are there, and a byte more is not. A container has less."""
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(total=8 << 30, available=8 << 30))
+    monkeypatch.setattr(limits.machine, "cgroup_memory_limit", lambda: None)
+    enough = {"device": 5 << 30, "cpu": 3 << 30}
+    found = planned(device="cpu", max_memory=enough)
+    assert found.hardware is not None and found.hardware.host_bytes == 8 << 30
+    assert not found.beyond_machine and "NOT OF THIS MACHINE" not in str(found)
+    said = 'NOT OF THIS MACHINE: max_memory["device"] and max_memory["cpu"], 8.00 GiB of the same memory, are more than'
+    more = planned(device="cpu", max_memory=enough | {"cpu": (3 << 30) + 1})
+    assert f"{said} the 8.00 GiB of this machine" in str(more) and more.to_dict()["beyond_machine"] == {"cpu": 8 << 30}
+    monkeypatch.setattr(limits.machine, "cgroup_memory_limit", lambda: 1 << 30)
+    assert f"{said} the 1.00 GiB of this machine" in str(planned(device="cpu", max_memory=enough))
+    assert "NOT OF THIS MACHINE" not in str(offload.plan(Model(), batch=TOKENS, device="cpu", max_memory=enough))
 
 
 def test_a_step_is_timed_with_the_region_that_activations_leave() -> None:

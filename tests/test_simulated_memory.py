@@ -15,6 +15,7 @@ from torch import nn
 import offload
 from offload import AdamW, Engine
 from offload.activations import ledger
+from offload.memory.devices import open_device
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
@@ -47,6 +48,14 @@ def options(model: nn.Module, activation_bytes: int = 4 * MIB) -> dict[str, Any]
         "offload_param": "cpu",
         "offload_optimizer": "cpu",
     }
+
+
+def test_a_device_tells_what_memory_it_has_however_much_is_free() -> None:
+    device = open_device("sim")
+    with limit(64 * MIB):
+        taken = torch.empty(8 * MIB, dtype=torch.uint8, device="sim")
+        assert device.free_bytes() <= 56 * MIB and device.total_bytes() == 64 * MIB
+        del taken
 
 
 def hungry(size_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:

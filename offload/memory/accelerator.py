@@ -57,6 +57,10 @@ class AcceleratorDevice:
         """Return what its driver says."""
         return int(torch.get_device_module(self.place).mem_get_info(self.place)[0])
 
+    def total_bytes(self) -> int:
+        """Return what its driver says."""
+        return int(torch.get_device_module(self.place).mem_get_info(self.place)[1])
+
     def trim(self) -> None:
         """Empty torch's cache, which other processes cannot use."""
         torch.get_device_module(self.place).empty_cache()

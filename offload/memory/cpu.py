@@ -19,6 +19,7 @@ from offload.kernels.on_device import DeviceKernels
 from offload.memory import machine
 from offload.memory.arena import HOST, Arena, Buffer, HostArena, bytes_at
 from offload.memory.budget import Tier
+from offload.memory.limits import total_host_bytes
 from offload.memory.transfer import Brought, FutureTransfer, MoverNeeds, Ticket, TicketGroup, Transfer
 from offload.spans import D2H, H2D
 from offload.stats import Counters
@@ -50,6 +51,10 @@ class CpuDevice:
     def free_bytes(self) -> int:
         """Return what the system has available."""
         return int(psutil.virtual_memory().available)
+
+    def total_bytes(self) -> int:
+        """Return what main memory there is."""
+        return total_host_bytes()
 
     def trim(self) -> None:
         """Nothing: torch keeps none."""

@@ -50,6 +50,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Return the bytes of its memory that nobody has."""
 
+    def total_bytes(self) -> int:
+        """Return the bytes of its memory."""
+
     def trim(self) -> None:
         """Give the system what torch keeps of memory that nobody has."""
 

@@ -25,6 +25,13 @@ def free_host_bytes() -> int:
     return available if container is None else min(available, container)
 
 
+def total_host_bytes() -> int:
+    """Return the bytes of main memory that there are, in the container where there is one."""
+    total = int(psutil.virtual_memory().total)
+    container = machine.cgroup_memory_limit()
+    return total if container is None else min(total, container)
+
+
 def resolve_budgets(given: Mapping[str, int | Share], device: Device, nvme_free_bytes: int | None) -> dict[Tier, int]:
     """Turn given budgets into bytes per tier.
 
