@@ -307,9 +307,12 @@ class Training:
 
     @contextlib.contextmanager
     def _counting(self, what: str) -> Iterator[None]:
-        """Count the seconds of the ``with`` block as those of computing `what`, and show when it is over."""
+        """Count the seconds of the ``with`` block as those of computing `what`, and show when it is over.
+
+        A step begins with what trains: an evaluation before the first one is no part of it.
+        """
         begin = time.perf_counter()
-        if self._watch.begins(begin) or self._step_begin is None:
+        if (what == "backward" or torch.is_grad_enabled()) and self._watch.begins(begin):
             self._step_begin = begin
         with self._hooks.times.counting(what):
             yield

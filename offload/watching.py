@@ -53,7 +53,8 @@ class _Run:
 
     Attributes:
         last_step: its number.
-        logged: what was counted at the last line of the log; at first, before the first step.
+        logged: what was counted at the last line of the log; at first, when the run began.
+        begun: a training pass was called through the engine, or a step has ended.
         history: of samples.
         sampled_loss, logged_loss: since the last sample, and line of the log.
         loss: the last that is known.
@@ -65,6 +66,7 @@ class _Run:
 
     last_step: int
     logged: Sample | None
+    begun: bool = False
     history: History = dataclasses.field(default_factory=History)
     sampled_loss: _Mean = dataclasses.field(default_factory=_Mean)
     logged_loss: _Mean = dataclasses.field(default_factory=_Mean)
@@ -77,7 +79,7 @@ class _Run:
     def end_step(self, step: int, now_s: float) -> None:
         """Note the end of a step."""
         self.step_s = None if self.ended_s is None else now_s - self.ended_s
-        self.last_step, self.ended_s = step, now_s
+        self.last_step, self.ended_s, self.begun = step, now_s, True
 
 
 class Watch:
@@ -122,11 +124,16 @@ class Watch:
         return run.steps + run.skipped
 
     def begins(self, now_s: float) -> bool:
-        """See the beginning of a pass; tells whether it is the first of another run: a checkpoint was loaded."""
-        is_another = self._step_now != self._seen.last_step
-        if is_another:
+        """See the beginning of a training pass; tells whether it is the first of a run.
+
+        A run begins with it, whatever was done before since the engine was made, or since a checkpoint was loaded.
+        """
+        if self._step_now != self._seen.last_step:
             self._seen = self._another_run(now_s)
-        return is_another
+        is_first, self._seen.begun = not self._seen.begun, True
+        if is_first:
+            self._seen.logged = self._counted(now_s)
+        return is_first
 
     def passed(self, what: str) -> None:
         """See the end of a forward or backward pass."""
@@ -161,8 +168,11 @@ class Watch:
             self._publish(now_s)
 
     def _another_run(self, now_s: float) -> _Run:
+        return _Run(self._step_now, self._counted(now_s))
+
+    def _counted(self, now_s: float) -> Sample | None:
         manager = self._life.manager
-        return _Run(self._step_now, None if manager is None else take_sample(self._parts, manager, now_s))
+        return None if manager is None else take_sample(self._parts, manager, now_s)
 
     def samples(self) -> list[Sample]:
         """Return the history of the run."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import WIDTH, loss_of, tight
+from harness import WIDTH, batch, loss_of, tight
 from hypothesis import given
 from hypothesis import strategies as st
 from test_spans import TWO_STEPS, recorded
@@ -23,7 +23,7 @@ from test_stats import snapshot
 from torch import nn
 
 import offload
-from offload import watching
+from offload import training, watching
 from offload.planning.moved import Moved
 from offload.planning.timing import Span, Timing
 from offload.report import make_report
@@ -399,6 +399,34 @@ def test_an_engine_logs_every_so_many_steps(tmp_path: Path, caplog: pytest.LogCa
         assert re.search(r"forward [\d.]+ ms; backward [\d.]+ ms; updates [\d.]+ ms; waiting for ", line)
         assert "; loss " in line and "; grad norm " in line
     assert "nvme_read" in lines[1] and "nvme_write" in lines[1]  # of what the third step waited for, at the least
+
+
+def test_a_run_begins_with_its_first_training_pass(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a minute of other work, and as long an evaluation, are in no line and no step, and nor are their bytes."""
+    caplog.set_level(logging.INFO, logger="offload.watching")
+    monkeypatch.setattr(training, "time", watching.time)
+    engine, _ = trained(tmp_path, 0, log_every=2)
+    with engine:
+        clock[0] += 30
+        with torch.no_grad():
+            engine(batch(0))
+        clock[0] += 30
+        began = engine.stats().links["h2d"].bytes
+        for number in range(4):
+            loss = loss_of(engine, number)
+            counted = engine._watch._seen.logged
+            assert number or (counted is not None and counted.links["h2d"].bytes >= began > 0)
+            clock[0] += 0.5
+            engine.backward(loss)
+            engine.step()
+        assert [line.split(":")[0] for line in caplog.messages] == [
+            "steps 1 to 2, each 500.0 ms",
+            "steps 3 to 4, each 500.0 ms",
+        ]
+        spans = take_spans(engine._parts, engine._life.require_open()).spans
+        assert [(one.begin, one.end) for one in spans if one.name == "step 1"] == [(110.0, 110.5)]
 
 
 def test_a_loaded_checkpoint_begins_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
