@@ -6,12 +6,13 @@ import dataclasses
 import io
 import json
 import random
+import math
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_planner import MIB, enlarged, named_budgets, requests
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import offload
@@ -134,6 +136,64 @@ class Uneven(nn.Module):
 def test_values_of_attention_may_have_another_width_than_keys(widths: tuple[int, int]) -> None:
     work = work_of(Uneven(*widths), [torch.ones(1, 4096, WIDE)])
     assert all(work.operators) and work.peak_bytes < 64 << 20
+
+
+class Attends(nn.Module):
+    """Attention over tensors of any shape (..., length, WIDE)."""
+
+    def __init__(self, shape: tuple[int, ...], mask: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.qkv, self.shape = nn.Linear(WIDE, 3 * WIDE), shape
+        self.mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (length, WIDE)."""
+        parts = (part.expand(*self.shape, WIDE) for part in self.qkv(x).chunk(3, -1))
+        mask = None if self.mask is None else self.mask.to(x.device)
+        return nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("hardware", ["desktop", None])
+@pytest.mark.parametrize(
+    ("shape", "mask"),
+    [
+        ((64,), None),
+        ((64,), (64, 64)),
+        ((2, 64), None),
+        ((2, 64), (2, 1, 64)),
+        ((3, 2, 4, 64), None),
+        ((3, 2, 4, 64), (2, 1, 64, 64)),
+    ],
+)
+def test_attention_of_other_than_four_dimensions_makes_all_scores(
+    shape: tuple[int, ...], mask: tuple[int, ...] | None, hardware: str | None, activations: str
+) -> None:
+    """Torch has no kernel for it on any device: forward has two products for each score."""
+    options = {"activations": activations, "hardware": hardware, "device": None if hardware else "cpu"}
+    found = offload.plan(Attends(shape, mask), batch=[torch.ones(64, WIDE)], **options)
+    assert found.work is not None
+    scores = math.prod(shape) * 64
+    flops = sum(kernel.flops * many for kernel, many in found.work.forward.items())
+    assert flops == 2 * 64 * WIDE * 3 * WIDE + 2 * 2 * scores * WIDE
+    assert found.work.peak_bytes > 4 * scores
+
+
+def test_attention_of_other_than_four_dimensions_has_no_kernel_of_torch() -> None:
+    """As the forecast has it: of what runs here, nothing is a kernel for attention but with four dimensions."""
+
+    class Seen(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for shape in ((64,), (2, 64), (3, 2, 4, 64), (2, 4, 64)):
+        Seen.names.clear()
+        with Seen():
+            Attends(shape)(torch.ones(64, WIDE))
+        assert any("attention" in name for name in Seen.names) is (len(shape) == 3)
 
 
 class Experts(nn.Module):

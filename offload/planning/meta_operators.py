@@ -43,7 +43,8 @@ class AsDevicesHave(TorchFunctionMode):
 
     That operator wants keys and values for each head. With `grouped`, what is kept of heads that share them, and of
     masks, is what other devices keep. A CPU has no kernel with dropout, for a bias that is trained, or for values of
-    another width: it does make all scores. Gradients that are sparse are counted as dense, as an engine has them.
+    another width: it does make all scores. So do all devices if tensors have other than four dimensions: torch has no
+    kernel for them. Gradients that are sparse are counted as dense, as an engine has them.
     """
 
     def __init__(self, *, grouped: bool, on_cpu: bool) -> None:
@@ -64,7 +65,8 @@ class AsDevicesHave(TorchFunctionMode):
     def _attention(self, func: Any, args: Any, kwargs: Any) -> Any:
         query, key, value, mask, dropout, causal = _attend(*args, **kwargs)
         features, trains = value.shape[-1], mask is not None and mask.requires_grad
-        if self._on_cpu and (dropout or trains or features != query.shape[-1]):
+        makes_scores = self._on_cpu and (dropout or trains or features != query.shape[-1])
+        if makes_scores or any(tensor.dim() != 4 for tensor in (query, key, value)):
             return func(*args, **kwargs)
         if self._grouped:
             return _Grouped.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
