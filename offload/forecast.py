@@ -104,10 +104,10 @@ class Forecast:
         Returns:
             ``plan`` as its own, ``fits``, and ``remedies`` if it does not. With a batch: ``flops``, ``tokens``, and
             ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device, ``peak_bytes``
-            per tier, and of :class:`.Work` ``assumed`` and ``unmeasured``. With a machine, too: ``hardware``,
-            ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per lane, ``bytes`` per lane,
-            ``early_units`` that are updated during backward, and ``savings``; if steps clip, ``clipping`` with the
-            attributes of :class:`Clipping`; and if budgets are more than the machine has, what it has as
+            per tier, and of :class:`.Work` ``assumed``, ``unmeasured`` and ``too_large``. With a machine, too:
+            ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per lane, ``bytes``
+            per lane, ``early_units`` that are updated during backward, and ``savings``; if steps clip, ``clipping``
+            with the attributes of :class:`Clipping`; and if budgets are more than the machine has, what it has as
             ``beyond_machine``. Of several ranks, there are ``hardware`` and ``lanes`` instead.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
@@ -116,6 +116,7 @@ class Forecast:
             found |= {"device_activation_bytes": self.work.device_bytes}
             found["peak_bytes"] = {tier.value: size for tier, size in self.peak_bytes.items()}
             found |= {"assumed": self.work.assumed, "unmeasured": list(self.work.unmeasured)}
+            found |= {"too_large": list(self.work.too_large)}
         if not self.fits:
             found["remedies"] = list(self.remedies)
         if self.timing is not None and self.hardware is not None:
@@ -154,6 +155,9 @@ class Forecast:
             )
             if self.work.unmeasured:
                 yield f"  by their bytes, for they do not run alone: {', '.join(self.work.unmeasured)}"
+            if self.work.too_large:
+                names = ", ".join(self.work.too_large)
+                yield f"  by their bytes, for too little memory is free to run them alone: {names}"
             if self.work.assumed:
                 questions = "a question" if self.work.assumed == 1 else f"{self.work.assumed} questions"
                 yield f"  assumed: yes, to {questions} of the model about values of tensors"

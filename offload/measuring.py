@@ -15,7 +15,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from offload.memory.arena import HOST, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
-from offload.memory.limits import total_host_bytes
+from offload.memory.limits import free_host_bytes, total_host_bytes
 from offload.memory.machine import cpu_name
 from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.moved import update_bytes
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _ENOUGH_S, _LEAST, _MOST = 0.03, 3, 7  # of one measurement: so long, and so often
 _IN_SUCCESSION = 20
 _CACHE_BYTES = 64 * MIB
+ROOM_SHARE = 1 / 2  # of what is free, for tensors of an operator that is measured
 _WIDE, _LAYERS = 2048, 4  # of the small model: 32 MiB of parameters, and 192 MiB of states
 _WIDE_BESIDE = 4096  # of that which a processor updates for another device: more than caches of a server have room for
 _ROWS, _STEPS = 128, 9  # that it computes on, so that caches are as cold as in a step of others
@@ -90,18 +91,46 @@ class Here:
             work: counted.
             hardware: this machine, for operators that do not run alone: what they take follows from their bytes.
         """
-        known = {kernel: self._kernel_s(kernel) for kernel in {**work.forward, **work.backward}}
+        kernels, known, too_large = {**work.forward, **work.backward}, dict[Kernel, float | None](), set[Kernel]()
+        for kernel in kernels:
+            try:
+                known[kernel] = self._kernel_s(kernel)
+            except torch.OutOfMemoryError:  # nothing is known of it: there may be room next time
+                known[kernel] = None
+                too_large.add(kernel)
         alone = {kernel: kernel.seconds(hardware) if took is None else took for kernel, took in known.items()}
         forward_s, backward_s = (
             sum(alone[kernel] * many for kernel, many in part.items()) for part in (work.forward, work.backward)
         )
-        unmeasured = {kernel.call.operator for kernel, took in known.items() if took is None}
         self._keep()
-        return dataclasses.replace(work, measured_s=(forward_s, backward_s), unmeasured=tuple(sorted(unmeasured)))
+        return dataclasses.replace(
+            work,
+            measured_s=(forward_s, backward_s),
+            unmeasured=_operators(kernel for kernel in kernels if known[kernel] is None and kernel not in too_large),
+            too_large=_operators(too_large),
+        )
 
     def _kernel_s(self, kernel: Kernel) -> float | None:
-        found: float | None = self._value(str(kernel.call), lambda: seconds_of(kernel.call, self._device))
+        """Return the seconds of one kernel; None where it does not run alone.
+
+        Raises:
+            torch.OutOfMemoryError: it was not measured, for too little memory is free.
+        """
+
+        def measured() -> float | None:
+            if kernel.size_bytes > self._room_bytes():
+                self._device.trim()  # of what was measured before
+                if kernel.size_bytes > self._room_bytes():
+                    raise torch.OutOfMemoryError(f"{kernel.call.operator}: expected room for its tensors; free memory")
+            return seconds_of(kernel.call, self._device)
+
+        found: float | None = self._value(str(kernel.call), measured)
         return found
+
+    def _room_bytes(self) -> int:
+        """Return the bytes that tensors of one operator may have: it may want as much again while it runs."""
+        free_bytes = free_host_bytes() if self._device.addressable else self._device.free_bytes()
+        return int(free_bytes * ROOM_SHARE)
 
     def hardware(
         self,
@@ -198,6 +227,11 @@ class Here:
             logger.warning("measurements: not kept in %s (%s)", self.file, error)
 
 
+def _operators(kernels: Iterable[Kernel]) -> tuple[str, ...]:
+    """Return the names of the operators."""
+    return tuple(sorted({kernel.call.operator for kernel in kernels}))
+
+
 def _is_measured(value: object) -> bool:
     """Tell whether it is a number that may have been measured: seconds, or something per second."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-12 < value < 1e18
@@ -207,7 +241,11 @@ def _is_measured(value: object) -> bool:
 
 
 def seconds_of(call: Call, device: Device) -> float | None:
-    """Return the seconds of one operator on `device`; None where it does not run alone."""
+    """Return the seconds of one operator on `device`; None where it does not run alone.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for it.
+    """
     try:
         if call.operator in (_ATTENTION, _ATTENTION_BACKWARD):
             return _attention_s(call, device)
@@ -216,6 +254,8 @@ def seconds_of(call: Call, device: Device) -> float | None:
         named = {name: device.place if name == "device" else _filled(value, device) for name, value in call.named}
         with torch.no_grad():
             return _median_s(lambda: operator(*arguments, **named), device)  # type: ignore[operator]
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         logger.info("operator %s: not measured, for it does not run alone: %s", call.operator, error)
         return None

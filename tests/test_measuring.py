@@ -70,6 +70,41 @@ def test_each_operator_has_seconds_and_those_that_do_not_run_alone_are_named() -
     assert "a step on this machine" in str(found)
 
 
+def test_operators_that_memory_has_no_room_for_are_named_and_measured_when_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 16 x 50 fp32 parameters of a layer, a product touches more than 3 KiB; half of 4 KiB are free for it."""
+    run = list[Call]()
+    monkeypatch.setattr(measuring, "seconds_of", lambda call, device: run.append(call) or 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "free_host_bytes", lambda: 4 << 10)
+        found = planned()
+        assert found.work is not None
+        large = {k.call for k in {**found.work.forward, **found.work.backward} if k.size_bytes > 2 << 10}
+        assert large and run and not large.intersection(run)
+        assert set(found.work.too_large) == {call.operator for call in large} and not found.work.unmeasured
+        assert f"too little memory is free to run them alone: {', '.join(found.work.too_large)}" in str(found)
+        assert found.to_dict()["too_large"] == list(found.work.too_large)
+        run.clear()
+        assert planned().work == found.work and not run
+    again = planned()
+    assert again.work is not None and set(run) == large and not again.work.too_large
+
+
+def test_an_operator_that_a_device_has_no_memory_for_is_not_kept_as_one_that_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> float:
+        raise torch.OutOfMemoryError("full")
+
+    here, work = Here(open_device("cpu")), work_of(nn.Linear(8, 8), [torch.ones(2, 8)])
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "_median_s", full)
+        found = here.timed(work, offload.Hardware.load("desktop"))
+    assert found.too_large and not found.unmeasured and not here.operators
+    assert not here.timed(work, offload.Hardware.load("desktop")).too_large and here.operators
+
+
 def test_twice_the_operators_take_twice_the_seconds() -> None:
     device = open_device("cpu")
     here = Here(device)

@@ -116,7 +116,8 @@ class Work:
         peak_bytes: that are alive at once beside parameters and their gradients.
         assumed: questions about values of tensors that were answered with yes: on the meta device there are none.
         measured_s: of forward and of backward, where their kernels were measured on the device.
-        unmeasured: operators among them that could not be.
+        unmeasured: operators among them that could not be: they do not run alone.
+        too_large: likewise: their tensors have no room in the memory that is free.
         uses: of units, in their order; None where the units are not known.
         parts: of forward and of backward, by unit, likewise.
         held_bytes: what the device holds at once of `peak_bytes` where activations leave it; None where none does.
@@ -129,6 +130,7 @@ class Work:
     assumed: int
     measured_s: tuple[float, float] | None = None
     unmeasured: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
     uses: Uses | None = None
     parts: tuple[Mapping[int, Part], Mapping[int, Part]] | None = None
     held_bytes: int | None = None
