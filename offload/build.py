@@ -211,7 +211,7 @@ def build(
         if steps.optimizer is not None:
             undo.callback(steps.put_back, optimizer)
         if run is not None:
-            _open_run(run, plan, unit_bytes, tree, manager, steps)
+            _open_run(run, plan, unit_bytes, model, binding, manager, steps)
         _fill(manager, loader, run, steps, optimizer)
         several.agree_on_values(manager, loader.digests)
         activations = _activations(manager, budgets, plan, config, device, undo)  # counts what comes from here on
@@ -275,13 +275,15 @@ def _fill(
         steps.states.adopt(optimizer)
 
 
-def _open_run(run: RunFiles, plan: Plan, unit_bytes: int, tree: UnitTree, manager: Manager, steps: Steps) -> None:
+def _open_run(
+    run: RunFiles, plan: Plan, unit_bytes: int, model: nn.Module, binding: Binding, manager: Manager, steps: Steps
+) -> None:
     """Find the run that the engine goes on with, or begin one."""
     assert manager.tiers.store is not None and steps.optimizer is not None
-    names = tree.names()
-    facts = RunFacts.of(plan, unit_bytes, steps.optimizer.made_of, tree.describe_wrappers())
+    names = binding.tree.names()
+    facts = RunFacts.of(plan, unit_bytes, steps.optimizer.made_of, binding.tree.describe_wrappers())
     groups = [[names.get(id(p), "") for p in group["params"]] for group in steps.optimizer.param_groups]
-    run.open(manager.tiers.store, facts, groups)
+    run.open(manager.tiers.store, facts, groups, model, binding)
 
 
 def _steps(

@@ -266,6 +266,8 @@ class Checkpoints:
                     name: decode(contents[name], lambda key: read_tensor(source, values[key], staging))
                     for name in VALUES
                 }
+                imported = index.contents["random"] is None
+                self._state.refuse_other_buffers(found, index.tag, strict=strict, imported=imported)
                 groups = self._state.groups(found["optimizer"], strict=strict)
                 together.meet({"strict": strict, "the checkpoint": _digest(path)})
                 parts.changes.forget_copies()

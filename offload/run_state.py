@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from offload.build import Parts
+from offload.checkpoint.beside import buffers_of, giving_extra, others_of, taking_extra
 from offload.checkpoint.format.nested import Encoder
 from offload.checkpoint.format.parts import RANKS
 from offload.distributed.ranks import Ranks
@@ -79,11 +80,12 @@ class RunState:
         self, encoder: Encoder, client_state: Any, drawn: Mapping[str, Any] | None = None, *, prefix: str = ""
     ) -> dict[str, Any]:
         """Return what each of several ranks has of its own; `prefix` tells its tensors from those of others."""
-        buffers, extra = self._buffers(), self._extra()
+        buffers = buffers_of(self._module, self._parts.hooks.binding)
         return {
             "buffers": {name: encoder.encode(value, f"{prefix}buffer:{name}") for name, value in buffers.items()},
             "extra": {
-                name: encoder.encode(module.get_extra_state(), f"{prefix}extra:{name}") for name, module in extra
+                name: encoder.encode(module.get_extra_state(), f"{prefix}extra:{name}")
+                for name, module in giving_extra(self._module).items()
             },
             "random": encoder.encode(drawn_so_far() if drawn is None else drawn, f"{prefix}random"),
             "client_state": encoder.encode(client_state, f"{prefix}client_state"),
@@ -179,6 +181,28 @@ class RunState:
                     "model as it was when the checkpoint was saved"
                 )
 
+    def refuse_other_buffers(self, found: Mapping[str, Any], tag: str, *, strict: bool, imported: bool = False) -> None:
+        """Refuse buffers and extra states that are missing, left over, or of another shape; they stay as they are.
+
+        Args:
+            found: decoded values, by their names in :data:`VALUES`.
+            tag: of the checkpoint.
+            strict: raise; else warn.
+            imported: see :func:`others_of`.
+
+        Raises:
+            CheckpointError: there are some.
+        """
+        others = others_of(self._module, self._parts.hooks.binding, found, imported=imported)
+        if others and strict:
+            raise CheckpointError(
+                f"checkpoint {tag}: is of another model: {others}; load it into the model that it was saved from, or "
+                "pass strict=False to load what both have"
+            )
+        if others:
+            stay = f"load_checkpoint: buffers and extra states stay as they are where checkpoint {tag} differs"
+            warnings.warn(f"{stay}: {others}", stacklevel=5)
+
     def groups(self, saved: Any, *, strict: bool) -> list[dict[str, Any]] | None:
         """Return saved param groups as the optimizer loads them; None where there is nothing to load.
 
@@ -220,12 +244,12 @@ class RunState:
             fresh: of them, those whose states begin anew.
         """
         steps, saved = self._parts.steps, found["optimizer"]
-        own = self._buffers()
+        own = buffers_of(self._module, self._parts.hooks.binding, every_name=True)
         with torch.no_grad():
             for name, value in found["buffers"].items():
                 if name in own and own[name].shape == value.shape:
                     own[name].copy_(value)
-        for name, module in self._extra():
+        for name, module in taking_extra(self._module).items():
             if name in found["extra"]:
                 module.set_extra_state(found["extra"][name])
         for (unit, slot), name in loaded.items():
@@ -257,25 +281,6 @@ class RunState:
     def name_of_parameters(self) -> dict[int, str]:
         """Return the names by the parameters' identities."""
         return self._parts.tree.names()
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return what a state dict has beside the parameters."""
-        binding = self._parts.hooks.binding
-        found: dict[str, torch.Tensor] = {}
-        for path, module in self._module.named_modules():
-            prefix = f"{path}." if path else ""
-            kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-            for name, value in {**module._parameters, **kept}.items():
-                if value is not None and not binding.places_of(value):
-                    found[prefix + name] = value
-        return found
-
-    def _extra(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules that have states of their own."""
-        plain = nn.Module.get_extra_state
-        return [
-            (name, module) for name, module in self._module.named_modules() if type(module).get_extra_state != plain
-        ]
 
 
 # --- random generators --------------------------------------------------------------------------------------------

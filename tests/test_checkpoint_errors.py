@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -242,6 +243,116 @@ def test_another_model(saved: Path) -> None:
         with pytest.raises(CheckpointError, match=r"blocks.1.weight has shape \(32, 32\) instead of \(64, 32\)"):
             engine.load_checkpoint(saved, strict=False)
         assert engine.digests() == before
+
+
+class Noted(nn.Module):
+    """Keeps a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+class Beside(nn.Module):
+    """A layer with buffers that are persistent, not, or None, and modules with states of their own."""
+
+    def __init__(self, norm: str = "norm", rows: int | None = 3, noted: str | None = "noted") -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.add_module(norm, nn.BatchNorm1d(WIDTH, affine=False))
+        self.register_buffer("rows", None if rows is None else torch.arange(float(rows)))
+        self.register_buffer("nothing", None)
+        self.register_buffer("mask", torch.ones(1 if rows is None else rows), persistent=False)
+        self.other = Noted()
+        if noted is not None:
+            self.add_module(noted, Noted())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def beside(model: Beside) -> dict[str, Any]:
+    """Return what a model has beside parameters, as plain values."""
+    found = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    return found | {name: part.note for name, part in model.named_modules() if isinstance(part, Noted)}
+
+
+@pytest.fixture(scope="module")
+def saved_beside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of `Beside`, whose values are none that it is made with."""
+    path, model = tmp_path_factory.mktemp("beside"), Beside()
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        for buffer in model.buffers():
+            buffer.fill_(7)
+        model.other.note = model.noted.note = {"seen": 7}
+        engine.save_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "taken"),
+    [
+        ({"norm": "new"}, "of buffers it lacks new.running_mean, .*; has also norm.running_mean, ", {"rows", "noted"}),
+        ({"rows": 4}, r"buffer rows has shape \(3,\) instead of \(4,\)", {"noted", "norm.running_mean"}),
+        ({"rows": None}, "of buffers it has also rows", {"noted", "norm.running_mean"}),
+        ({"noted": None}, "of extra states it has also noted", {"rows", "norm.running_mean"}),
+        ({"noted": "new"}, "of extra states it lacks new; has also noted", {"rows", "norm.running_mean"}),
+    ],
+)
+def test_buffers_and_extra_states_of_another_model(
+    options: dict[str, Any], text: str, taken: set[str], saved_beside: Path
+) -> None:
+    """Refused by name, before anything is changed; else a warning names them, and what both have is loaded."""
+    model = Beside(**options)
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        before = engine.digests(), beside(model)
+        with pytest.raises(CheckpointError, match=f"^checkpoint step-00000000: is of another model: {text}"):
+            engine.load_checkpoint(saved_beside)
+        assert (engine.digests(), beside(model)) == before
+        with pytest.warns(UserWarning, match=f"stay as they are where checkpoint step-00000000 differs: {text}"):
+            engine.load_checkpoint(saved_beside, strict=False)
+        assert engine.digests() != before[0]
+        for name, value in beside(model).items():
+            changed = value != before[1][name]
+            assert changed == (name in taken or name in ("other", "norm.running_var", "norm.num_batches_tracked")), name
+
+
+def test_a_buffer_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
+    with Engine(Beside(rows=None), AdamW(), **everything_on_device()) as engine:
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+    with Engine(Beside(), AdamW(), **everything_on_device()) as engine:
+        with pytest.raises(CheckpointError, match="of buffers it lacks rows; load it into"):
+            engine.load_checkpoint(tmp_path)
+
+
+def test_buffers_of_modules_with_several_names(saved_beside: Path, tmp_path: Path) -> None:
+    """One of the names is enough, and all may be there; of another program's run no extra states are kept."""
+    shutil.copytree(saved_beside, tmp_path / "saved")
+    path = tmp_path / "saved" / "step-00000000" / "index.json"
+    index = Index.read(path)
+    buffers = index.contents["buffers"]
+    buffers.update({f"new.{name.removeprefix('norm.')}": at for name, at in buffers.items() if "norm." in name})
+    for names in (("norm", "new"), ("new", "norm")):
+        model = Beside(names[0])
+        model.add_module(names[1], model.get_submodule(names[0]))
+        with Engine(model, AdamW(), **everything_on_device()) as engine:
+            engine.load_checkpoint(saved_beside)
+            assert model.norm.running_mean.tolist() == [7.0] * WIDTH and model.noted.note == {"seen": 7}
+            model.norm.running_mean.zero_()
+            path.write_text(index.to_json())
+            engine.load_checkpoint(tmp_path / "saved")
+            assert model.norm.running_mean.tolist() == [7.0] * WIDTH
+            imported = dataclasses.replace(index, contents=index.contents | {"extra": {}, "random": None})
+            path.write_text(imported.to_json())
+            engine.load_checkpoint(tmp_path / "saved")
+            assert model.noted.note == {"seen": 7}
 
 
 def test_other_param_groups(saved: Path) -> None:

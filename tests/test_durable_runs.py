@@ -728,8 +728,17 @@ def test_a_run_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(offload.ConfigError, match="expected param groups with the parameters of the run's"):
         offload.Engine(model, offload.AdamW(groups, lr=0.1), **options(model, tmp_path))
+    for rows, text in ((WIDTH + 1, r"buffer mean has shape \(32,\) instead of \(33,\)"), (None, "it has also mean")):
+        other = Net()
+        other.mean = None if rows is None else torch.zeros(rows)
+        with torch.no_grad():
+            other.layers[0].weight.fill_(3)
+        with pytest.raises(offload.ConfigError, match=f"expected the run of this model .* another one: .*{text}"):
+            offload.Engine(other, adamw(), **options(Net(), tmp_path))
+        assert (other.layers[0].weight == 3).all()
     with durable(tmp_path) as again:
         assert again.resumed.step == 2
+        assert again.module.mean.abs().sum() > 0
 
 
 def test_a_run_has_one_engine(tmp_path: Path) -> None:

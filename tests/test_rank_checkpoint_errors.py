@@ -105,6 +105,11 @@ def fail(rank: int, path: str) -> dict[str, Any]:
         found["left"] = sorted(one.name for one in saved.iterdir()), (saved / "latest").read_text()
         found["missing"] = error_of(lambda: engine.load_checkpoint(Path(path) / "none" if odd else saved))
         assert seen(engine) == before
+        if odd:
+            engine.module.register_buffer("more", torch.zeros(1))
+        found["buffer"] = error_of(lambda: engine.load_checkpoint(saved))
+        engine.module._buffers.clear()
+        assert seen(engine) == before
         save(tag="other")
         own = Path(path) / f"copy-{rank}"
         shutil.copytree(saved, own)
@@ -160,6 +165,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_is_named(tmp_path: Path) -> Non
             ("rename", 0, "SwapFullError", "cannot be written to"),
             ("interrupt", 1, "KeyboardInterrupt", ""),
             ("missing", 1, "CheckpointError", "the directory does not exist"),
+            ("buffer", 1, "CheckpointError", "is of another model: of buffers it lacks more; load it into the model"),
             ("damaged", 1, "CheckpointError", "is damaged"),
             ("sending", 1, "MemoryError", "no room"),
         ):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from offload.checkpoint import values as tensors
+from offload.checkpoint.beside import EXTRA
 from offload.checkpoint.columns import GRADIENT, MASTER, PARAMETER, SCALES, Column, columns_of
 from offload.checkpoint.format.folder import Folder
 from offload.checkpoint.format.index import FILE_NAME, Entry, Index, differences
@@ -33,7 +34,6 @@ from offload.sizes import MIB
 
 READ_BYTES = 4 * MIB
 READ_DEADLINE_S = 600.0  # of one transfer of what is read without an engine: a slow drive is no error
-EXTRA = "_extra_state"  # what torch adds to the name of a module whose state this is
 _KINDS = {"F32": cpu_adam.StateKind.FLOAT32, "BF16": cpu_adam.StateKind.BFLOAT16, "U8": cpu_adam.StateKind.INT8}
 _GRADIENTS = {"F32": cpu_adam.Dtype.FLOAT32, "BF16": cpu_adam.Dtype.BFLOAT16, "F16": cpu_adam.Dtype.FLOAT16}
 _FLOATS = ("F32", "BF16", "F16")

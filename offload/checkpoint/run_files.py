@@ -15,9 +15,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+from offload.checkpoint.beside import others_of
 from offload.checkpoint.format.packed import unpack
 from offload.config import Config
 from offload.errors import ConfigError
+from offload.module.binding import Binding
 from offload.planning.plan import Plan
 from offload.shards.commits import LATE_KEY, STATE_KEY, read_object
 from swap import SwapCorruptError, SwapError, SwapStore, find_run
@@ -143,13 +147,17 @@ class RunFiles:
         assert self.facts is not None
         return self.facts.run
 
-    def open(self, store: SwapStore, now: RunFacts, groups: Iterable[list[str]]) -> None:
+    def open(
+        self, store: SwapStore, now: RunFacts, groups: Iterable[list[str]], module: nn.Module, binding: Binding
+    ) -> None:
         """Read the record of the last commit, if there is one, or begin a run.
 
         Args:
             store: the run's.
             now: facts of the engine.
             groups: names of its optimizer's groups' members.
+            module: the model.
+            binding: of its parameters.
 
         Raises:
             ConfigError: the run is another model's or optimizer's.
@@ -166,6 +174,9 @@ class RunFiles:
                 f"run_dir {self.path}: expected param groups with the parameters of the run's, in their order; make "
                 "the optimizer with all groups that the run had when it ended"
             )
+        others = others_of(module, binding, record["contents"])
+        if others:
+            raise self._another(others)
         self.saved = record
 
     def _check(self, now: RunFacts) -> None:
@@ -178,10 +189,13 @@ class RunFiles:
         found = list(self.facts.differences(now))
         if found:
             more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            raise ConfigError(
-                f"run_dir {self.path}: expected the run of this model and optimizer but got another one: "
-                f"{'; '.join(found[:_SHOWN])}{more}; name another directory, or make model and optimizer as in the run"
-            )
+            raise self._another("; ".join(found[:_SHOWN]) + more)
+
+    def _another(self, others: str) -> ConfigError:
+        return ConfigError(
+            f"run_dir {self.path}: expected the run of this model and optimizer but got another one: {others}; name "
+            "another directory, or make model and optimizer as in the run"
+        )
 
     def _write(self, facts: RunFacts) -> None:
         """Write the facts of a new run; they are on the drive when this returns.
