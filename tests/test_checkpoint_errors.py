@@ -420,6 +420,46 @@ def test_what_is_stored_otherwise_is_converted_where_that_is_exact(
             assert torch.equal(names[name], master.float()), name
 
 
+OWN_CLASSES: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9, centered=True),
+    "amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
+    "small states": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CLASSES)
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_states_of_an_own_class_are_converted_with_what_it_counts(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype], tmp_path: Path
+) -> None:
+    """They and the masters are those that were saved, whatever the parameters are stored as."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return OWN_CLASSES[name]([p for p in model.parameters() if p.requires_grad])
+
+    found = []
+    for number, dtype in enumerate(dtypes):
+        run = Run(host(net(), whole=True), dtype=dtype, optimizer=make)
+        with run.engine as engine:
+            if number:
+                engine.load_checkpoint(tmp_path / "saved", strict=dtype is torch.float32)  # frozen weights lose bits
+            else:
+                run.train(range(3))
+                save(engine, tmp_path / "saved")
+            packed = engine.optimizer.state_dict()["state"]
+            parameters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+            assert len(packed) > 8
+            for position, state in packed.items():
+                with engine.gather(parameters[position]):
+                    state.setdefault("master", parameters[position].detach().float().clone())
+            found.append(packed)
+    assert found[0].keys() == found[1].keys()
+    for position, state in found[0].items():
+        assert_same_tensors(state, found[1][position])
+        assert state["step"] == 3
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_lossy_states_are_refused_unless_asked_for(kind: str, saved: Path) -> None:
     model = net(torch.bfloat16)

@@ -345,8 +345,9 @@ class Restorer:
         states: dict[str, Any] = {"step": self._updates(fit)}
         for name in self._states.names:
             states[name] = found.get(name, torch.zeros(shape, dtype=torch.float32, device="cpu"))
-        if counts.records is None:
-            tensors.scatter_states(manager, counts, {where: states})
+        if counts.records is not None:  # what else is remembered is not here: all of it comes in its place
+            states = dict.fromkeys(counts.records.required, 0) | states
+        tensors.scatter_states(manager, counts, {where: states})
 
     def _updates(self, fit: _Fit) -> int:
         return int(self._index.contents["parameters"][fit.name]["updates"]) if fit.states else 0
