@@ -216,6 +216,11 @@ class RunState:
         mine = [[named[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         theirs = [group["params"] for group in saved["groups"]]
         try:
+            if saved["class"] != optimizer.made_of:  # its learning rate and decay mean something else
+                raise ConfigError(
+                    f"checkpoint: expected param groups of {optimizer.made_of} but got those of {saved['class']}; make "
+                    "the engine with the optimizer that it was saved with"
+                )
             if mine != theirs and [len(names) for names in mine] == [len(names) for names in theirs]:
                 raise ConfigError(
                     "checkpoint: expected param groups with the same parameters, in the same order; make the optimizer "

@@ -393,6 +393,20 @@ def test_another_optimizer(saved: Path) -> None:
             engine.load_checkpoint(saved)
 
 
+def test_groups_stay_as_made_where_the_optimizer_is_of_another_class(saved: Path) -> None:
+    """A learning rate of AdamW means something else to Lion."""
+    model = net(torch.bfloat16)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for name, p in trained if ("bias" in name) is bare]} for bare in (False, True)]
+    with Engine(model, Lion(groups, lr=1e-4, betas=(0.8, 0.7)), **everything_on_device()) as engine:
+        weights, made = engine.digests(), engine.optimizer.state_dict()["param_groups"]
+        text = "the param groups stay as they are: checkpoint: expected param groups of Lion but got those of AdamW"
+        with pytest.warns(UserWarning, match=text):
+            engine.load_checkpoint(saved, strict=False)
+        assert engine.optimizer.state_dict()["param_groups"] == made
+        assert engine.digests() != weights
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_what_is_stored_otherwise_is_converted_where_that_is_exact(
