@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import gc
 import json
 import math
@@ -286,6 +287,41 @@ def test_tensors_in_plain_values_come_back() -> None:
     assert torch.equal(found["a"][0], value["a"][0]) and found["a"][1][1] == 2.5 and found["a[0]"].numel() == 0
 
 
+class Half(float):
+    def __float__(self) -> float:
+        return 0.0
+
+
+class Kind(str, enum.Enum):
+    FAST = "fast"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (numpy.float64(0.1), 0.1),
+        (numpy.float64("nan"), math.nan),
+        (numpy.float32(0.5), 0.5),
+        (numpy.int64(-3), -3),
+        (numpy.uint8(200), 200),
+        (numpy.bool_(True), True),
+        (numpy.str_("a"), "a"),
+        (Half(0.5), 0.5),
+        (Kind.FAST, "fast"),
+        (Level.HIGH, 3),
+        ([{"x": (numpy.int32(1), {numpy.int64(2): numpy.float16(2)})}], [{"x": (1, {2: 2.0})}]),
+    ],
+)
+def test_scalars_of_numpy_and_of_classes_made_of_plain_ones_come_back_plain(value: Any, plain: Any) -> None:
+    encoded = json.loads(json.dumps(Encoder().encode(value, "client_state"), allow_nan=False))
+    found = decode(encoded, lambda name: pytest.fail(name))
+    assert repr(found) == repr(plain) and type(found) is type(plain)
+
+
 class Custom:
     pass
 
@@ -296,6 +332,9 @@ class Custom:
         ({"model": {"x": [1, Custom()]}}, r"client_state.model.x\[1\]: .* Custom"),
         ({"f": len}, "client_state.f: .*builtin_function"),
         ({"n": numpy.zeros(3)}, "client_state.n: .*ndarray"),
+        ({"n": numpy.complex64(1)}, "client_state.n: .*complex64"),
+        ({"n": numpy.timedelta64(1, "ns")}, "client_state.n: .*timedelta64"),
+        ({"n": numpy.longdouble(1)}, "client_state.n: .*longdouble"),
         ({"m": torch.zeros(2, device="meta")}, "client_state.m: .*meta"),
     ],
 )

@@ -200,6 +200,25 @@ def test_resumed_in_the_middle_of_an_accumulation(first: str, second: str, tmp_p
     saved_and_resumed(*places, tmp_path / "saved", at=5, end=9, **options)
 
 
+def test_learning_rates_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
+    """As a table of rates or a schedule with `numpy.cos` leaves them in groups and in the user's own."""
+    run = Run(everything_on_device())
+    with run.engine as engine:
+        rates = 1e-2 * numpy.cos(numpy.arange(3) / 10)
+        engine.optimizer.param_groups[0].update(lr=rates[0], weight_decay=numpy.float32(0.25))
+        run.train(range(1))
+        engine.optimizer.param_groups[0]["lr"] = rates[1]
+        engine.save_checkpoint(tmp_path, client_state={"rate": rates[1], "batch": numpy.int64(1)})
+        truth = engine.digests()
+    again = Run(everything_on_device())
+    with again.engine as engine:
+        state = engine.load_checkpoint(tmp_path)
+        group = engine.optimizer.param_groups[0]
+        assert (group["lr"], group["weight_decay"]) == (rates[1], 0.25) and state == {"rate": rates[1], "batch": 1}
+        assert {type(value) for value in (group["lr"], group["weight_decay"], state["rate"])} == {float}
+        assert type(state["batch"]) is int and engine.digests() == truth
+
+
 OTHERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "sgd": lambda parameters: offload.SGD(parameters, lr=1e-6),
     "momentum": lambda parameters: offload.SGD(parameters, lr=1e-6, momentum=0.9),

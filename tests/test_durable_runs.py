@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import PROFILE
@@ -307,15 +308,18 @@ def test_an_evaluation_does_not_begin_the_next_step(tmp_path: Path) -> None:
 def test_tensors_and_nested_values_come_back(tmp_path: Path) -> None:
     given = {"order": torch.randperm(7), "nested": [(1, 2.5, None), {"a": b"\x00"}, float("inf")], "n": torch.tensor(3)}
     with durable(tmp_path) as engine:
+        engine.optimizer.param_groups[0]["lr"] = numpy.float64(0.25)
         engine.backward(engine(batch(0)).pow(2).mean())
         engine.step()
-        engine.client_state = given
+        engine.client_state = {**given, "rate": numpy.float64(0.5)}
         with pytest.raises(offload.OffloadError, match=r"client_state.bad: expected a plain value but got one of type"):
             engine.client_state = {"bad": object()}
     with durable(tmp_path) as again:
         found = again.resumed.client_state
         assert torch.equal(found.pop("order"), given.pop("order")) and torch.equal(found.pop("n"), given.pop("n"))
-        assert found == given
+        assert type(found["rate"]) is float and found == {**given, "rate": 0.5}
+        rate = again.optimizer.param_groups[0]["lr"]
+        assert type(rate) is float and rate == 0.25
 
 
 def test_a_model_on_the_meta_device_goes_on(tmp_path: Path) -> None:

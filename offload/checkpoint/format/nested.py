@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from offload.classes import is_a
 from offload.errors import CheckpointError
 from offload.module.refusals import unreadable
 
@@ -21,6 +22,8 @@ REMEDY = (
     "keep dicts, lists, tuples, numbers, texts, bytes and tensors, as state_dict() of a scheduler, a sampler or a data "
     "loader returns them"
 )
+_NUMPY = ("floating", "integer", "bool_", "bool")  # classes of its scalars that are numbers here
+_OWN: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
 
 
 class Encoder:
@@ -36,9 +39,12 @@ class Encoder:
     def encode(self, value: Any, path: str) -> Any:
         """Return `value` for JSON; `path` is what errors and tensors call it.
 
+        Scalars of NumPy, and numbers and texts of classes made of Python's, become Python's own.
+
         Raises:
             CheckpointError: something in it is of another type; names it.
         """
+        value = _plain(value)
         kind = type(value)
         if value is None or kind in (bool, int, str):
             return value
@@ -73,6 +79,18 @@ class Encoder:
             name += "'"
         self.tensors[name] = value
         return {"$tensor": name}
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of NumPy, or a number or text of a class made of Python's, as Python's own; others unchanged."""
+    if type(value) in (bool, int, float, str):
+        return value
+    if any(is_a(value, "numpy", name) for name in _NUMPY) and not is_a(value, "numpy", "timedelta64"):
+        value = value.item()
+    for kind, own in _OWN.items():  # not by a method that the class may have replaced, as enumerations do
+        if isinstance(value, kind) and type(value) is not bool:
+            return own(value)
+    return value
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
