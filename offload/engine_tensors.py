@@ -65,14 +65,15 @@ class EngineTensors:
         """
         return self._parts.tensors.deferred_state(self.module if module is None else module)
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load parameters and buffers by name; masters follow the given values, moments are kept.
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load parameters, buffers and extra states by name; masters follow the given values, moments are kept.
 
         A 16-bit value that equals the present parameter leaves its master as it is, so that it does not matter whether
         the optimizer's state is loaded before or after.
 
         Args:
-            state_dict: tensors by name, on any device, in the shapes of the module; other dtypes are converted.
+            state_dict: tensors by name, on any device, in the shapes of the module; other dtypes are converted. Modules
+                with ``set_extra_state`` get their states last, as they are.
             strict: refuse names that are missing, and those that the module does not have.
 
         Raises:

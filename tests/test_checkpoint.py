@@ -680,6 +680,52 @@ def test_parameters_that_cannot_be_loaded_change_nothing(tmp_path: Path) -> None
                     assert torch.equal(value, before[at])
 
 
+class Counting(nn.Module):
+    """Has a state that is no tensor, and notes the weight that it found when it got it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.state: Any = {"seen": 0}
+        self.norm = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state, self.norm = state, float(self.inner.weight.detach().norm())
+
+
+def counting() -> nn.Module:
+    model = nn.Sequential(Counting(), nn.Linear(WIDTH, WIDTH), Counting())
+    model.append(model[0])  # a module of two names
+    return model
+
+
+def test_extra_states_of_modules_are_loaded_as_torch_does() -> None:
+    truth, model = counting(), counting()
+    truth[0].state, truth[2].state = {"seen": 3}, torch.arange(3)
+    packed = truth.state_dict()
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        engine.load_state_dict(packed)
+        for name, value in engine.state_dict().items():
+            assert value == packed[name] if isinstance(value, dict) else torch.equal(value, packed[name]), name
+        assert model[0].norm == float(truth[0].inner.weight.detach().norm()) > 0  # behind the parameters
+        engine.load_state_dict(engine.state_dict())
+        before = engine.digests()
+        del packed["2._extra_state"]
+        packed["1._extra_state"] = {"seen": 9}
+        with pytest.raises(ConfigError, match=r"missing \['2._extra_state'\], unexpected \['1._extra_state'\]; pass"):
+            engine.load_state_dict({name: value + 1 if name == "1.bias" else value for name, value in packed.items()})
+        assert engine.digests() == before and model[0].state == {"seen": 3}
+        packed["0._extra_state"] = packed["3._extra_state"] = {"seen": 4}
+        engine.load_state_dict(packed, strict=False)
+        assert model[0].state == {"seen": 4} and torch.equal(model[2].state, torch.arange(3))
+
+
 def test_empty_states_and_other_numbers_mean_what_they_mean_in_torch(tmp_path: Path) -> None:
     """An empty state is none; the numbers are those in the groups of the dict."""
     model = net()

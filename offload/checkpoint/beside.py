@@ -14,7 +14,6 @@ from torch import nn
 from offload.checkpoint.format.index import differences
 from offload.module.binding import Binding
 
-EXTRA = "_extra_state"  # what torch adds to the name of a module whose state this is
 _MOST_NAMED = 5  # buffers of other shapes
 
 
@@ -40,6 +39,11 @@ def taking_extra(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that take a state of their own, by all of their names."""
     plain, named = nn.Module.set_extra_state, module.named_modules(remove_duplicate=False)
     return {name: part for name, part in named if type(part).set_extra_state != plain}
+
+
+def extra_key(module_name: str) -> str:
+    """Return what a state dict calls the extra state of a module."""
+    return f"{module_name}._extra_state" if module_name else "_extra_state"
 
 
 def others_of(module: nn.Module, binding: Binding, saved: Mapping[str, Any], *, imported: bool = False) -> str:

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.activations.tiling import join_tiles, split_tiles
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.beside import extra_key, taking_extra
 from offload.checkpoint.dict_memory import DictMemory
-from offload.checkpoint.sources import Source
 from offload.checkpoint.unread_state import deferred_state, warn_of_shard
 from offload.classes import is_a
 from offload.errors import ConfigError, StateError
@@ -135,8 +135,8 @@ class ModuleTensors:
             manager.bound.refuse_changes()
             return deferred_state(module, self._binding, manager)
 
-    def load(self, state_dict: Mapping[str, torch.Tensor | Source], *, strict: bool) -> None:
-        """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
+    def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+        """Load parameters, buffers and extra states by name; see ``Engine.load_state_dict``."""
         self._manager()
         if not isinstance(state_dict, Mapping):
             raise ConfigError(
@@ -145,7 +145,9 @@ class ModuleTensors:
             )
         state_dict = split_tiles(self._module, state_dict)
         own = tensors_by_name(self._module)
-        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys(), key=str)
+        extra = {extra_key(name): part for name, part in taking_extra(self._module).items()}
+        known = own.keys() | extra.keys()
+        missing, unexpected = sorted(known - state_dict.keys()), sorted(state_dict.keys() - known, key=str)
         if strict and (missing or unexpected):
             raise ConfigError(
                 f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
@@ -168,6 +170,9 @@ class ModuleTensors:
             self._changes.write(values)  # first, for it may refuse
             for tensor, value in buffers:
                 tensor.copy_(value)
+        for name, part in extra.items():
+            if name in state_dict:
+                part.set_extra_state(state_dict[name])
 
     def apply(self, function: Callable[[str, nn.Parameter], object], params: Any) -> None:
         """Call ``function(name, parameter)`` unit by unit; see ``Engine.apply``."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.checkpoint import values as tensors
-from offload.checkpoint.beside import EXTRA
+from offload.checkpoint.beside import extra_key
 from offload.checkpoint.columns import GRADIENT, MASTER, PARAMETER, SCALES, Column, columns_of
 from offload.checkpoint.format.folder import Folder
 from offload.checkpoint.format.index import FILE_NAME, Entry, Index, differences
@@ -81,7 +81,7 @@ def read_state_dict(directory: str | Path) -> dict[str, Any]:
         source = Source(path, index)
         values = {entry.name: entry for entry in index.entries if entry.role == "value"}
         extra = decode(index.contents["extra"], lambda name: read_tensor(source, values[name], staging))
-        states = {f"{name}.{EXTRA}" if name else EXTRA: state for name, state in extra.items()}
+        states = {extra_key(name): state for name, state in extra.items()}
         return read_weights(source, index, staging) | states
 
 
