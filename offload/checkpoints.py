@@ -81,11 +81,15 @@ class Checkpoints:
         keep: int | None,
         latest: bool = True,
         file_bytes: int = FILE_BYTES,
+        beside: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Write a checkpoint; see ``Engine.save_checkpoint``. With `latest`, that file names it."""
+        """Write a checkpoint; see ``Engine.save_checkpoint``. With `latest`, that file names it.
+
+        Rank 0 calls `beside` with the folder before that has its name: to write and flush files of others.
+        """
         deferral = self._parts.hooks.deferral
         with deferral, self._begin(directory, tag, client_state, keep, file_bytes, hold=False) as save:
-            path = save.complete(latest=latest)
+            path = save.complete(latest=latest, beside=beside)
         if save.ranks.rank == 0 and save.folder.given_up():
             with contextlib.suppress(RuntimeError):  # no thread could be started: the next save deletes it
                 self._pending = PendingCheckpoint(path, save.folder.sweep)
@@ -360,7 +364,7 @@ class _Save:
     ranks: Ranks
     together: Together
 
-    def complete(self, *, latest: bool = True) -> Path:
+    def complete(self, *, latest: bool = True, beside: Callable[[Path], None] | None = None) -> Path:
         """Write what is held, give the folder its name, and give up what is not to be kept; in any thread."""
         ranges = self.files.flush()
         stored = dict(self.files.stored)
@@ -381,6 +385,8 @@ class _Save:
         self.together.meet()
         if self.ranks.rank == 0:
             index = join_parts(self.folder, self.new, index, self.ranks.world)
+            if beside is not None:
+                beside(self.new)
             self.folder.publish(self.new, self.tag, index.to_json(), latest=latest)
             if self.keep is not None:
                 self.folder.keep(self.keep)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from harness import host, nvme
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
 from trainers import (
     Log,
@@ -24,7 +27,7 @@ from trainers import (
     rows,
 )
 
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 from offload.integrations import lightning as door_of_lightning
 from offload.integrations.lightning import OffloadStrategy
 
@@ -114,6 +117,113 @@ def test_resumes_to_the_bit(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+class Resumable:
+    """Ten batches, and where it is among them, as Lightning wants to know it to resume inside of an epoch."""
+
+    def __init__(self) -> None:
+        self.batches, self.done = list(loader(20)), 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.done < len(self.batches):
+            self.done += 1
+            yield self.batches[self.done - 1]
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+@pytest.mark.parametrize(("accumulation", "left"), [(1, 5), (3, 13)])
+def test_resumes_inside_of_an_epoch(accumulation: int, left: int, tmp_path: Path) -> None:
+    """Ten batches an epoch; seven steps, saved behind the second one."""
+    path = tmp_path / "last.ckpt"
+    more = {"accumulate_grad_batches": accumulation, "gradient_clip_val": 0.1}
+    first, rest = {"callbacks": [SavesAt(path, {2})]}, {"ckpt_path": str(path)}
+    (truth, digests), (log, found) = (
+        fit_to(7, tmp_path, strategy(nvme, tmp_path), batches=Resumable(), **more, **part) for part in (first, rest)
+    )
+    assert (len(log.losses), len(log.norms)) == (left, 5)
+    assert (log.losses, log.norms, found) == (truth.losses[-left:], truth.norms[2:], digests)
+
+
+class SavesAt(lightning.Callback):
+    """Saves at some steps, always to the same path."""
+
+    def __init__(self, path: Path, steps: set[int]) -> None:
+        self.path, self.steps = path, set(steps)
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step in self.steps:
+            self.steps.remove(trainer.global_step)
+            trainer.save_checkpoint(self.path)
+
+
+class FullAt(TorchCheckpointIO):
+    """Finds the drive full when it writes what Lightning keeps at some step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *given: Any, **more: Any) -> None:
+        if checkpoint["global_step"] == self.step:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().save_checkpoint(checkpoint, *given, **more)
+
+
+def fit_to(step: int, tmp_path: Path, door: OffloadStrategy, **more: Any) -> tuple[Log, dict[str, Any]]:
+    """Train a fresh model, on batches that are all the same unless given; returns what was logged, and the digests."""
+    log, ckpt_path = Log(), more.pop("ckpt_path", None)
+    batches = more.pop("batches", None) or torch.utils.data.DataLoader(rows(1) * 16, batch_size=2)
+    trainer = lightning_trainer(tmp_path, strategy=door, max_steps=step, **more)
+    try:
+        trainer.fit(lightning_module(model(), scheduled, log), batches, ckpt_path=ckpt_path)
+        assert trainer.global_step == step == door.engine.stats().step
+        return log, door.engine.digests()
+    finally:
+        door.engine.close()
+
+
+def test_a_path_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    """A save that ends before Lightning's part is written leaves all of the checkpoint before."""
+    path = tmp_path / "last.ckpt"
+    truth, digests = fit_to(5, tmp_path, strategy(nvme, tmp_path))
+    full = strategy(nvme, tmp_path, checkpoint_io=FullAt(4))
+    with pytest.raises(OSError, match="No space left"):
+        fit_to(5, tmp_path, full, callbacks=[SavesAt(path, {2, 4})])
+    assert sorted(each.name for each in path.iterdir()) == [".lock", "latest", "step-00000002"]
+    log, found = fit_to(5, tmp_path, strategy(nvme, tmp_path), ckpt_path=str(path))
+    assert (log.losses, log.norms, found) == (truth.losses[2:], truth.norms[2:], digests)
+
+
+def test_saves_with_a_thread_of_lightnings(tmp_path: Path) -> None:
+    """The folder has all of it when it gets its name."""
+    path = tmp_path / "last.ckpt"
+    door = strategy(nvme, tmp_path, checkpoint_io=AsyncCheckpointIO())
+    truth, digests = fit_to(4, tmp_path, door, callbacks=[SavesAt(path, {1, 2})])
+    assert (path / "step-00000002" / door_of_lightning.FILE).is_file()
+    log, found = fit_to(4, tmp_path, strategy(nvme, tmp_path), ckpt_path=str(path))
+    assert (log.losses, log.norms, found) == (truth.losses[2:], truth.norms[2:], digests)
+
+
+def test_checkpoints_of_earlier_versions(tmp_path: Path) -> None:
+    """What Lightning keeps was beside the engine's folder. The next save replaces both."""
+    path = tmp_path / "last.ckpt"
+    truth, digests = fit_to(4, tmp_path, strategy(nvme, tmp_path), callbacks=[SavesAt(path, {2})])
+    (path / "step-00000002" / door_of_lightning.FILE).rename(path / door_of_lightning.FILE)
+    resumed = {"ckpt_path": str(path), "callbacks": [SavesAt(path, {3})]}
+    log, found = fit_to(4, tmp_path, strategy(nvme, tmp_path), **resumed)
+    assert (log.losses, log.norms, found) == (truth.losses[2:], truth.norms[2:], digests)
+    assert not (path / door_of_lightning.FILE).exists()
+    log, found = fit_to(4, tmp_path, strategy(nvme, tmp_path), ckpt_path=str(path))
+    assert (log.losses, log.norms, found) == (truth.losses[3:], truth.norms[3:], digests)
+
+
 def test_validates_checkpoints_with_a_live_engine(tmp_path: Path) -> None:
     saves = {"callbacks": [keep(tmp_path, every_n_train_steps=1)], "enable_checkpointing": True, "max_steps": 2}
     trainer, _ = fit(tmp_path, strategy(nvme, tmp_path), make=adam, **saves)
@@ -196,7 +306,7 @@ def test_a_checkpoint_is_loaded_without_a_trainer(whole: bool, tmp_path: Path) -
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"trainer\.ckpt"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint in it"):
         door_of_lightning.load_from_checkpoint(Saved, tmp_path)
 
 

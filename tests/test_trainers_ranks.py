@@ -289,6 +289,23 @@ def fitted(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
     return found
 
 
+def without_room(rank: int, path: str) -> str:
+    """Return what a save has raised for whose last part the first process has no room."""
+    from test_lightning import FullAt
+
+    launched(rank, WORLD)
+    strategy = offload.lightning.OffloadRanksStrategy(stage=2, checkpoint_io=FullAt(1), **placed(path))
+    trainer = lightning_trainer(Path(path), devices=WORLD, max_steps=1, strategy=strategy)
+    trainer.fit(lightning_module(model(), adam, Log()), torch.utils.data.DataLoader(rows(WORLD), batch_size=1))
+    try:
+        trainer.save_checkpoint(f"{path}/kept.ckpt")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        strategy.engine.close()
+    return "nothing"
+
+
 # --- all of a library, so that it is imported once --------------------------------------------------------------------
 
 SCENARIOS: dict[str, tuple[Callable[..., dict[str, Any]], Any]] = {
@@ -394,6 +411,13 @@ def test_lightning(name: str, of_lightning: Any, one: Any) -> None:
         assert dealt([each[run_name]["losses"] for each in every]) == truth[run_name]["losses"]
         assert found["validated"] == pytest.approx(truth[run_name]["validated"], rel=1e-4)
     assert min(truth["whole"]["norms"]) > 0.5
+
+
+def test_lightning_tells_all_processes_that_a_save_failed(tmp_path: Path) -> None:
+    first, *others = run(without_room, WORLD, str(tmp_path), limit_s=240.0)
+    assert first == "OSError: [Errno 28] No space left on device"
+    assert all(text.startswith("RanksError: rank 0: OSError") for text in others), others
+    assert [each.name for each in (tmp_path / "kept.ckpt").iterdir()] == [".lock"]
 
 
 def test_one_process_with_several_devices_is_refused(tmp_path: Path) -> None:

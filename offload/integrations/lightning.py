@@ -1,7 +1,7 @@
 """The door of Lightning: strategies that train a LightningModule through an engine, in one process or in several.
 
 Owns who does what: Lightning divides the loss, runs the hooks and keeps the loops; the engine has the module, steps,
-and saves. A checkpoint is a folder, with the engine's checkpoint and Lightning's own values beside it.
+and saves. A checkpoint is the engine's, whose folder has Lightning's own values in it before it gets its name.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import copy
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.checkpoint.format.folder import Folder
 from offload.checkpoint.restoring import read_state_dict
 from offload.config import Config
 from offload.engine import Engine
@@ -27,23 +28,37 @@ from offload.several import APART
 
 require("lightning", "2.4", door="offload.lightning")
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
-from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-FILE = "trainer.ckpt"  # what Lightning keeps, inside a checkpoint's folder
+FILE = "trainer.ckpt"  # what Lightning keeps, inside the folder of the engine's checkpoint
 TIED = "offload_tied"  # there: the other names of tensors, of which the engine's checkpoint has the first ones
 
 
 _Strategy: Any = object  # what the mixin is mixed into
 
 
+class _FittedEngine(Engine):
+    """An engine whose checkpoints have a file of Lightning's in them."""
+
+    def save_with(self, directory: str | Path, write: Callable[[Path], None]) -> None:
+        """Replace the checkpoint in a directory by one to whose folder `write` adds before it is found there.
+
+        Args:
+            directory: as of :meth:`offload.Engine.save_checkpoint`.
+            write: called with the folder, in the first process.
+        """
+        state = None if self._durable is None else self._durable.client_state
+        self._checkpoints.save(directory, tag=None, client_state=state, keep=1, beside=write)
+
+
 class _Offloading(_Strategy):  # type: ignore[misc]
     """What strategies do that train through an engine, however many processes there are."""
 
-    engine: Engine | None
+    engine: _FittedEngine | None
     _options: Config
-    _folder: str | None  # of the checkpoint that is being restored
+    _folder: Path | None  # of the engine's checkpoint that is being restored
     _stage: int | str | None = None  # of ZeRO
 
     # --- beginning and ending ---------------------------------------------------------------------------------------
@@ -80,7 +95,7 @@ class _Offloading(_Strategy):  # type: ignore[misc]
             )
         self.optimizers = [self._open(made[0], trainer).optimizer]
 
-    def _open(self, optimizer: Any, trainer: Any) -> Engine:
+    def _open(self, optimizer: Any, trainer: Any) -> _FittedEngine:
         """Make the engine."""
         options = self._options
         refuse_two_sides(
@@ -96,7 +111,7 @@ class _Offloading(_Strategy):  # type: ignore[misc]
         )
         assert self.model is not None
         stage = APART if optimizer is None and self.world_size > 1 else self._stage if optimizer is not None else None
-        self.engine = Engine(self.model, optimizer, config, stage=stage)
+        self.engine = _FittedEngine(self.model, optimizer, config, stage=stage)
         return self.engine
 
     def teardown(self) -> None:
@@ -161,14 +176,22 @@ class _Offloading(_Strategy):  # type: ignore[misc]
                 checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        self.engine.save_checkpoint(filepath, keep=1)
         checkpoint[TIED] = _tied(self.engine.module)
-        super().save_checkpoint(checkpoint, os.path.join(filepath, FILE), storage_options)
+        self.engine.save_with(filepath, lambda folder: self._write(checkpoint, folder / FILE, storage_options))
+        super().remove_checkpoint(os.path.join(filepath, FILE))  # an earlier version's, whose checkpoint is replaced
+
+    def _write(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        """Write what Lightning keeps; it is on the drive when this returns."""
+        io = self.checkpoint_io
+        if isinstance(io, AsyncCheckpointIO):  # would write when the folder has another name
+            io = io.checkpoint_io
+        io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Read what Lightning keeps; :meth:`load_model_state_dict` reads the rest."""
-        self._folder = str(checkpoint_path) if os.path.isdir(checkpoint_path) else None
-        path = checkpoint_path if self._folder is None else os.path.join(self._folder, FILE)
+        self._folder, path = _find(checkpoint_path) if os.path.isdir(checkpoint_path) else (None, checkpoint_path)
         found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
         return found
 
@@ -353,16 +376,28 @@ def load_from_checkpoint(kind: Any, path: str | Path, **kwargs: Any) -> Any:
         **kwargs: of ``load_from_checkpoint``.
 
     Raises:
-        CheckpointError: it is damaged, or has quantized weights.
+        CheckpointError: there is none, it is damaged, or has quantized weights.
         swap.SwapError: an I/O error.
     """
     if not os.path.isdir(path):
         return kind.load_from_checkpoint(path, **kwargs)
     with tempfile.TemporaryFile() as file:
         trusted = {name: kwargs[name] for name in ("weights_only",) if name in kwargs}
-        torch.save(_as_file(path, TorchCheckpointIO().load_checkpoint(os.path.join(path, FILE), **trusted)), file)
+        folder, beside = _find(path)
+        torch.save(_as_file(folder, TorchCheckpointIO().load_checkpoint(beside, **trusted)), file)
         file.seek(0)
         return kind.load_from_checkpoint(file, **kwargs)
+
+
+def _find(path: str | Path) -> tuple[Path, Path]:
+    """Return the folder of the engine's checkpoint in a folder, and the file that Lightning keeps with it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Folder(path).find(None)
+    inside = folder / FILE
+    return folder, inside if inside.exists() else Path(path) / FILE  # there, earlier versions wrote it
 
 
 def _as_file(folder: str | Path, kept: Mapping[str, Any]) -> dict[str, Any]:
