@@ -477,6 +477,32 @@ def test_checkpoints(engine: deepspeed.DeepSpeedEngine, tmp_path: Path, caplog: 
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
 
 
+def test_a_resumed_run_follows_the_schedule_of_its_configuration(tmp_path: Path) -> None:
+    """Six steps of six, and on to 18: the rates are those of a run that was to take 18 from the beginning."""
+
+    def made(total: int) -> deepspeed.DeepSpeedEngine:
+        section = {"type": "WarmupDecayLR", "params": {**RATES, "warmup_num_steps": 2, "total_num_steps": total}}
+        return initialize(config={"scheduler": section, "gradient_accumulation_steps": 1})
+
+    def rates(engine: deepspeed.DeepSpeedEngine, first: int, last: int) -> list[float]:
+        found = []
+        for number in range(first, last):
+            go_on(engine, number, number + 1)
+            found += engine.get_lr()
+        return found
+
+    with made(18) as whole:
+        truth = rates(whole, 0, 10)
+    with made(6) as short:
+        rates(short, 0, 7)
+        assert short.get_lr() == [0.0]
+        short.save_checkpoint(tmp_path)
+    with made(18) as resumed:
+        resumed.load_checkpoint(tmp_path)
+        assert resumed.get_lr() == resumed.lr_scheduler.get_last_lr() == [0.0]  # as in DeepSpeed, for one step
+        assert rates(resumed, 7, 10) == truth[7:] and min(truth[7:]) > 0
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parts_of_a_checkpoint(dtype: str, tmp_path: Path) -> None:
     config = {"bf16": {"enabled": True}} if dtype == "bfloat16" else {}

@@ -448,12 +448,15 @@ def test_schedules_have_the_rates_of_deepspeed(name: str, params: dict[str, Any]
     optimizer = torch_optimizer()
     first = BY_NAME[name](optimizer, **params)
     assert seen(first, 9) == whole[:9]
-    saved = json.loads(json.dumps(first.state_dict())) if name != "OneCycle" else first.state_dict()
-    for state in (saved, {"last_batch_iteration": first.last_batch_iteration}):
+    assert first.state_dict() == {"last_batch_iteration": 8}
+    earlier = torch.optim.lr_scheduler.LRScheduler.state_dict(first)  # what earlier versions have saved
+    for state in (first.state_dict(), {**earlier, **dict.fromkeys(params, None)}):  # the configuration is the new one
         again = torch_optimizer()
         resumed = BY_NAME[name](again, **params)
+        for group in again.param_groups:  # those of groups are loaded before
+            group["lr"] = 0.25
         resumed.load_state_dict(state)
-        assert resumed.last_batch_iteration == 8
+        assert resumed.last_batch_iteration == 8 and resumed.get_last_lr() == [0.25, 0.25]
         assert seen(resumed, 15)[1:] == whole[10:]
 
 

@@ -64,13 +64,18 @@ class Schedule(LRScheduler):
             self.last_epoch = last_batch_iteration
         super().step()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of the step, and nothing else, as DeepSpeed does: the rest is configuration."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned, here or in DeepSpeed."""
-        state = dict(state_dict)
-        if "last_epoch" not in state and "last_batch_iteration" in state:
-            self.last_epoch = int(state["last_batch_iteration"]) + 1
-            return
-        super().load_state_dict(state)
+        """Go on from the step of what ``state_dict`` returned, here, in an earlier version, or in DeepSpeed.
+
+        The next ``step()`` sets the rates that this schedule has there. Until then, they stay those of the groups.
+        """
+        known = "last_batch_iteration" in state_dict
+        self.last_epoch = int(state_dict["last_batch_iteration"]) + 1 if known else int(state_dict["last_epoch"])
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
     def _each(self, name: str, given: Rates) -> list[float]:
         """Return one number per param group.
