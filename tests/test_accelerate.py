@@ -118,6 +118,46 @@ def test_float16_is_scaled(tmp_path: Path) -> None:
     assert len(log.losses) == 12 and all(loss < 10 for loss in log.losses)
 
 
+def test_a_state_needs_no_file_of_the_scale(tmp_path: Path) -> None:
+    """One process writes none where several look for it; the engine's checkpoint has the scale."""
+    made, module = accelerator(), model(torch.float16)
+    options = nvme(module, tmp_path, initial_loss_scale=2.0**24, loss_scale_hysteresis=1)
+    with Engine(module, AdamW(lr=LR), **options) as engine:
+        prepared = prepare(made, engine, loader(), schedule_of(engine.optimizer))
+        scaler, saved = made.scaler, (engine.loss_scale, engine.digests())
+        made.save_state(str(tmp_path / "state"))
+        (tmp_path / "state" / "scaler.pt").unlink()
+        train(made, prepared, first=0, count=4)
+        assert engine.loss_scale < saved[0]
+        made.load_state(str(tmp_path / "state"))
+        assert (engine.loss_scale, engine.digests()) == saved
+        (tmp_path / "state" / "optimizer.bin").unlink()
+        with pytest.raises(FileNotFoundError, match=r"optimizer\.bin"):
+            made.load_state(str(tmp_path / "state"))
+        assert scaler is not None and made.scaler is scaler
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_accumulation_goes_on_or_begins(inside: bool, tmp_path: Path) -> None:
+    """Behind a step, the next one has all its micro-batches, however many there were; inside of one, those left."""
+    syncs = []
+    for steps, count in ((2, 5 if inside else 4), (2 if inside else 3, 3)):
+        made, module = accelerator(gradient_accumulation_steps=steps), model()
+        options = {"gradient_accumulation_steps": steps, "gradient_reduction": "sum", **nvme(module, tmp_path)}
+        with Engine(module, adam(module), **options) as engine:
+            trained, optimizer, data = prepare(made, engine, loader())
+            if syncs:
+                made.load_state(str(tmp_path / "state"))
+            for _, batch in zip(range(count), data, strict=False):
+                with made.accumulate(trained):
+                    made.backward(trained(**batch).loss)
+                    syncs.append(made.sync_gradients)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            made.save_state(str(tmp_path / "state"))
+    assert syncs[-3:] == ([True, False, True] if inside else [False, False, True])
+
+
 def test_the_engine_may_be_made_after_prepare(tmp_path: Path) -> None:
     """An optimizer that was prepared before is taken over, without what accelerate has put around it."""
     made, module = accelerator(), model()

@@ -332,8 +332,9 @@ def callable_attributes(sources: Sources) -> set[str]:
     return (found | (called & assigned - methods)) - weak
 
 
-# file -> what it may keep: the signal handler that was there before, whose place it takes for a while
-KEEPS_CALLABLES = {"offload.interrupt": "_handler"}
+# file -> what it may fill in: the signal handler that was there before, whose place it takes for a while; a number of
+# accelerate's, which has the name of something to call
+KEEPS_CALLABLES = {"offload.interrupt": "_handler", "offload.integrations.accelerate": "step"}
 
 
 def filled_in_violations(sources: Sources) -> Iterator[str]:

@@ -60,8 +60,8 @@ def agreed(every: list[Any], *own: str) -> dict[str, Any]:
 # --- Accelerate -------------------------------------------------------------------------------------------------------
 
 
-def accelerated(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
-    """Train two steps, save, one more; load, and that one again."""
+def accelerated(rank: int, world: int, stage: Any, path: str, state: str | None = None) -> dict[str, Any]:
+    """Train two steps and save, or load a `state`; one more; load, and that one again."""
     from accelerate import Accelerator
 
     launched(rank, world)
@@ -91,11 +91,16 @@ def accelerated(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
             losses.append(loss.item())
         return {"losses": losses, "norms": norms, "rate": optimizer.param_groups[0]["lr"]}
 
-    found: dict[str, Any] = {"begin": train(0, 2)}
-    made.save_state(f"{path}/state")
+    found: dict[str, Any] = {}
+    if state is None:
+        state = f"{path}/state"
+        found["begin"] = train(0, 2)
+        made.save_state(state)
+    else:
+        made.load_state(state)
     found["end"] = train(2, 1)
     found["parameters"] = bits(engine.state_dict())
-    made.load_state(f"{path}/state")
+    made.load_state(state)
     found["again"] = train(2, 1)
     assert bits(engine.state_dict()) == found["parameters"]
     engine.wait_for_ranks("before metrics")
@@ -386,6 +391,20 @@ def test_accelerate(name: str, of_ranks: Any, one: Any) -> None:
     assert len(found["metrics"]) == WORLD and len(set(found["metrics"])) == 1
     assert (of_ranks[1] / name / "weights" / "model.safetensors").is_file()
     assert (of_ranks[1] / name / "state" / "offload" / "latest").is_file()
+
+
+def test_accelerate_goes_on_with_other_processes(of_ranks: Any, one: Any, tmp_path: Path) -> None:
+    """One step of two what one process has saved, and of one what three have saved."""
+    truth, folders = one(accelerated), [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+    states = [of_ranks[1] / "accelerate, 2" / "state", tmp_path / "one" / "state"]
+    run(accelerated, 1, 1, None, str(folders[0]), limit_s=200.0)
+    every = [
+        *run(accelerated, 1, 1, None, str(folders[0]), str(states[0]), limit_s=200.0),
+        *run(accelerated, 2, 2, 2, str(folders[1]), str(states[1]), limit_s=200.0),
+    ]
+    assert [found["parameters"] == truth["parameters"] for found in every] == [True] * 3, every
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer, 3"])

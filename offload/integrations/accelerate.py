@@ -8,6 +8,7 @@ Accelerate's, which hold whole state dicts in memory.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -84,6 +85,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
     optimizer = accelerator.prepare_optimizer(PreparedOptimizer(found, scaler=accelerator.scaler))
     accelerator.register_save_state_pre_hook(SavesEngine(engine))
     accelerator.register_load_state_pre_hook(LoadsEngine(engine))
+    load_of_others(accelerator, engine)
     clip_together(accelerator, engine)
     prepared: list[Any] = []
     for each in objects:
@@ -128,6 +130,28 @@ class LoadsEngine:
     def __call__(self, models: list[Any], input_dir: str) -> None:
         """Load the engine's checkpoint."""
         self.engine.load_checkpoint(os.path.join(input_dir, FOLDER))
+
+
+def load_of_others(accelerator: Any, engine: Engine) -> None:
+    """Let an accelerator's ``load_state`` load what another number of processes has saved.
+
+    Accelerate looks for a file of the scale where there are several, and goes on counting micro-batches of a process.
+    The engine's checkpoint has the scale. Where no gradient waits in it, an accumulation begins.
+    """
+    load_state = accelerator.load_state
+
+    @functools.wraps(load_state)
+    def load_all(*args: Any, **kwargs: Any) -> None:
+        scaler = accelerator.scaler
+        accelerator.scaler = None if isinstance(scaler, LossScaling) else scaler
+        try:
+            load_state(*args, **kwargs)
+        finally:
+            accelerator.scaler = scaler
+        if all(parameter.grad is None for parameter in engine.module.parameters()):
+            accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
+
+    accelerator.load_state = load_all
 
 
 def clip_together(accelerator: Any, engine: Engine) -> None:
