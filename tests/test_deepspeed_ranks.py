@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,23 @@ def test_ranks_have_the_bits_of_one_process(stage: int, tier: str, more: dict[st
     assert bits(saved[0]) == bits(saved[1]) == one["parameters"]
     alone = whole(1, str(folders[1]), "cpu", more, STEPS, STEPS)  # loads what three have saved
     assert alone["parameters"] == one["parameters"] and alone["states"] == one["states"]
+
+
+@pytest.mark.parametrize(("stage", "tier", "more"), [(3, "nvme", HALF), (1, "cpu", {})])
+def test_other_numbers_of_processes_go_on(stage: int, tier: str, more: dict[str, Any], tmp_path: Path) -> None:
+    """Two processes save in the middle; one, and three, take the other half of the steps."""
+    two, others = tmp_path / "two", {world: tmp_path / f"on {world}" for world in (1, 3)}
+    (tmp_path / "whole").mkdir()
+    two.mkdir()
+    truth = whole(stage, str(tmp_path / "whole"), tier, more, 0, STEPS)
+    joined(run(train, 2, 2, stage, str(two), tier, more, 0, STEPS // 2))
+    for world, folder in others.items():
+        folder.mkdir()
+        shutil.copytree(two / "saved", folder / "saved")
+        found = joined(run(train, world, world, stage, str(folder), tier, more, STEPS // 2, STEPS))
+        assert found["losses"].items() <= truth["losses"].items() and len(found["losses"]) == WORLD * STEPS
+        assert found["shared"][0] == truth["shared"][0][STEPS // 2 :] and found["shared"][2:] == truth["shared"][2:]
+        assert all(found[name] == truth[name] for name in ("parameters", "states", "full"))
 
 
 class Lines(logging.Handler):
