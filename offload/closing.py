@@ -43,7 +43,9 @@ def clean_up(*steps: Callable[[], None]) -> None:
         raise interrupt
 
 
-def close(modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manager, *, restore: bool | None) -> None:
+def close(
+    modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manager, *, restore: bool | None, meets: bool
+) -> None:
     """Close all parts; see ``Engine.close``.
 
     Args:
@@ -52,6 +54,7 @@ def close(modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manag
         life: ends here.
         manager: owner of the shards.
         restore: give the parameters ordinary memory again; None does so where there is room.
+        meets: wait for the other ranks, if each has slices of parameters: what they still gather needs this one's.
 
     Raises:
         swap.SwapError: the parameters could not be read back, or the drive hangs.
@@ -60,7 +63,9 @@ def close(modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manag
     if restore is None:
         restore = life.unusable is None and _has_room(parts)
     clean_up(parts.hooks.unwind)
-    restore = _all_restore(parts, restore=restore)
+    if parts.plan.request.slices_parameters:
+        meets = meets and life.unusable is None and (restore or not life.asleep)  # asleep, there is nothing to send
+        restore = _all_restore(parts, restore=restore, meets=meets)
     lost: Exception | None = None
     if restore:
         try:
@@ -99,14 +104,14 @@ def _has_room(parts: Parts) -> bool:
     return sum(unit.param_bytes for unit in parts.tree.units) <= room_bytes
 
 
-def _all_restore(parts: Parts, *, restore: bool) -> bool:
-    """Tell whether parameters are given back; where each rank has slices of them, all have to take part."""
-    if not parts.plan.request.slices_parameters:
-        return restore
+def _all_restore(parts: Parts, *, restore: bool, meets: bool) -> bool:
+    """Wait for the ranks, each of which has slices of parameters; tell whether all of them give parameters back."""
     try:
-        if restore:
-            parts.ranks.agree("closing")
-            return True
+        if meets:
+            all_restore = all(wanted for (wanted,) in parts.ranks.agree("closing", numbers=[restore]).numbers)
+            if restore and not all_restore:
+                logger.warning("close: parameters are not restored, for another rank closes without")
+            return all_restore
     except RanksError as error:
         logger.warning("close: %s; parameters are not restored", str(error))
     parts.ranks.close()  # nobody waits any more for what was asked of them ahead

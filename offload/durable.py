@@ -157,3 +157,7 @@ class DurableRun:
             manager.commits.seal()
             self._ended = self._ahead = True  # what follows until the next step begins belongs to this one
         manager.commit()
+        if manager.commits.due:  # the ranks have ended
+            logger.warning(
+                "run %s: step %d is not committed, for the ranks have failed; the drive holds step %d", *self.describe()
+            )

@@ -438,7 +438,8 @@ class Engine(EngineTensors, EngineRuns):
         """Free all tiers; idempotent.
 
         The optimizer's states are freed. To go on in a new engine, save ``engine.optimizer.state_dict()`` before, and
-        load it into the new engine's optimizer.
+        load it into the new engine's optimizer. Where each of several ranks has slices of parameters, closing waits for
+        the others, which may need them.
 
         Args:
             restore: give the module's parameters ordinary memory again, on the device they came from. None does so
@@ -451,7 +452,7 @@ class Engine(EngineTensors, EngineRuns):
         """
         self._close(restore=restore, commit=True)
 
-    def _close(self, *, restore: bool | None, commit: bool) -> None:
+    def _close(self, *, restore: bool | None, commit: bool, meets: bool = True) -> None:
         manager = self._manager
         if manager is None or self._life.closed or not self._life.here:
             return
@@ -460,7 +461,7 @@ class Engine(EngineTensors, EngineRuns):
             last.callback(self._sleeping.close)
             last.callback(self._watch.close)
             modules = [self.module] if self.reference is None else [self.module, self.reference]
-            last.callback(close, modules, self._parts, self._life, manager, restore=restore)
+            last.callback(close, modules, self._parts, self._life, manager, restore=restore, meets=meets)
             last.callback(self._checkpoints.settle)
             if self._life.asleep and restore is not False and self._life.unusable is None:
                 self._sleeping.wake_alone()
@@ -509,7 +510,7 @@ class Engine(EngineTensors, EngineRuns):
     def __del__(self) -> None:
         try:
             if self._manager is not None:
-                self._close(restore=False, commit=False)
+                self._close(restore=False, commit=False, meets=False)  # nobody knows when the others come here
         except Exception:  # the interpreter may be shutting down, without this module's names
             pass
 

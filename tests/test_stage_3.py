@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from several_ranks import Ended, Raised, run
+from test_rank_checkpoint_errors import instead
 from test_stage_1 import check
 from torch import nn
 
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
 from offload.planning.roles import Role
+from offload.shards.conductor import Conductor
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 
@@ -187,3 +189,41 @@ def test_auto_takes_slices_where_one_rank_cannot_hold_whole_parameters() -> None
     for found in run(choose, WORLD, "10MiB"):  # of which whole parameters leave too little
         assert not isinstance(found, (Raised, Ended)), found
         assert [one["stage"] for one in found] == [1, 3]
+
+
+# --- closing ----------------------------------------------------------------------------------------------------------
+
+
+def close_apart(rank: int, path: str) -> tuple[int | None, int]:
+    """Let the others close when rank 0 has begun to; then let rank 0 read what the others are about to close.
+
+    Returns:
+        from which step a new engine goes on, and how many parameters were read.
+    """
+    store = torch.distributed.distributed_c10d._get_default_store()
+    sizes = {"device": "1536KiB", "cpu": "1536KiB", "nvme": "64MiB"}  # less than parameters: they are not given back
+    options = {"device": "cpu", "max_memory": sizes, "stage": 3, "unit_bytes": 1 << 18}
+
+    def tell(real: Any, *args: Any, **more: Any) -> Any:
+        if not args[1:] or args[1] == "closing":
+            store.set("closing", "1")
+        return real(*args, **more)
+
+    torch.manual_seed(0)
+    with Engine(Deep(), AdamW(), run_dir=path, **options) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.full((2, 256), rank + 1.0, requires_grad=True)))
+            engine.step()
+        if rank == 0:
+            with instead(Conductor, "agree", tell), instead(Conductor, "close", tell):
+                engine.close()
+        store.wait(["closing"])
+    torch.manual_seed(0)
+    with Engine(Deep(), AdamW(), run_dir=path, **options) as engine:
+        resumed = None if engine.resumed is None else engine.resumed.step
+        found = engine.state_dict() if rank == 0 else {}
+    return resumed, len(found)
+
+
+def test_who_closes_waits_for_who_commits_or_reads(tmp_path: Path) -> None:
+    assert run(close_apart, WORLD, str(tmp_path)) == [(3, 24), (3, 0), (3, 0)]
