@@ -213,7 +213,8 @@ def build(
         if run is not None:
             _open_run(run, plan, unit_bytes, model, binding, manager, steps)
         _fill(manager, loader, run, steps, optimizer)
-        several.agree_on_values(manager, loader.digests)
+        groups = () if steps.optimizer is None else steps.optimizer.param_groups
+        several.agree_on_values(manager, loader.digests, several.facts_of_groups(groups, tree.names()))
         activations = _activations(manager, budgets, plan, config, device, undo)  # counts what comes from here on
         book = GradientBook(tree.units, tree.parameters, manager, place, steps.averaging)
         asked = steps.calls(calls)

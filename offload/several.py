@@ -33,6 +33,7 @@ from offload.planning.units import Where
 from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 from offload.stats import Counters
+from swap import NO_MARK
 
 _SAME = (  # options that decide on bits
     "dtype",
@@ -142,10 +143,15 @@ def agree_on_options(
     facts['activations="auto"'] = config.activations == AUTO  # which ranks choose together
     facts["the kind of device"] = device.place.type
     identity = device.identity()
-    known = 0 if identity is None else int(hashlib.sha256(identity.encode()).hexdigest()[:12], 16)
+    known = 0 if identity is None else _number(identity)
     agreement = ranks.agree("making an engine", facts, numbers=[unit_bytes, known])
     _refuse_one_device([int(number) for _, number in agreement.numbers], device)
     return int(min(size for size, _ in agreement.numbers))
+
+
+def _number(text: str) -> int:
+    """Return a number that two ranks have in common where they have the same text."""
+    return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
 
 
 def _refuse_one_device(known: Sequence[int], device: Device) -> None:
@@ -222,12 +228,22 @@ def _facts_of_model(tree: UnitTree) -> dict[str, Fact]:
     return facts
 
 
-def agree_on_values(manager: Manager, loaded: Mapping[str, str]) -> None:
-    """Compare the parameters that have been loaded; nothing where there is one rank.
+def facts_of_groups(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> dict[str, Fact]:
+    """Return in which of the optimizer's groups each parameter is; `names` by identity."""
+    return {
+        f"the parameter group of {names.get(id(parameter), 'a parameter')}": number
+        for number, group in enumerate(groups)
+        for parameter in group["params"]
+    }
+
+
+def agree_on_values(manager: Manager, loaded: Mapping[str, str], grouped: Mapping[str, Fact]) -> None:
+    """Compare the parameters that have been loaded, and their groups; nothing where there is one rank.
 
     Args:
         manager: owner of the shards.
         loaded: digests by name, where the shards have slices of what was loaded.
+        grouped: the parameters' groups, of :func:`facts_of_groups`.
 
     Raises:
         RanksError: one differs.
@@ -236,7 +252,8 @@ def agree_on_values(manager: Manager, loaded: Mapping[str, str]) -> None:
     if shared is None:
         return
     digests = loaded if manager.tiers.plan.request.slices_parameters else _digests(manager)
-    manager.tiers.ranks.agree("loading", {f"the values of {name}": digest for name, digest in digests.items()})
+    values = {f"the values of {name}": digest for name, digest in digests.items()}
+    manager.tiers.ranks.agree("loading", {**grouped, **values})
     shared.note_loaded()
 
 
@@ -260,7 +277,8 @@ def agree_on_step(
     ranks: Ranks,
     manager: Manager,
     factors: Callable[[], Mapping[Where, float]],
-    groups: Iterable[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
     run: Progress,
     micro_batches: int,
 ) -> None:
@@ -271,6 +289,7 @@ def agree_on_step(
         manager: has the gradients that wait, and knows what was written to parameters.
         factors: returns what these gradients were multiplied by. Each rank multiplies its slice.
         groups: the optimizer's.
+        names: of parameters, by identity.
         run: steps so far, and the loss scale.
         micro_batches: closed since the last step.
 
@@ -281,13 +300,15 @@ def agree_on_step(
     if shared is None:
         return
     commits = manager.commits
-    newest = [] if commits is None else [commits.newest]
-    said = ranks.agree(
-        f"step {run.steps + 1}", facts_of_step(manager, factors, groups, run, micro_batches), numbers=newest
-    )
+    newest = NO_MARK if commits is None else commits.newest
+    where, grouped = f"step {run.steps + 1}", facts_of_groups(groups, names)
+    facts = facts_of_step(manager, factors, groups, run, micro_batches)
+    said = ranks.agree(where, facts, numbers=[_number(repr(grouped)), newest])
+    if len({number for number, _ in said.numbers}) > 1:
+        ranks.agree(where, grouped)
     shared.note_loaded()
     if commits is not None:
-        commits.pass_on(int(mark) for (mark,) in said.numbers)
+        commits.pass_on(int(mark) for _, mark in said.numbers)
 
 
 def facts_of_step(

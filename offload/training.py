@@ -70,6 +70,7 @@ class Training:
         self._life = life
         self._deferral = deferral
         self._ranks = parts.ranks
+        self._names = parts.tree.names()
         self._is_sliced = parts.plan.request.slices_parameters
         self._step_begin: float | None = None  # when the step that comes next began
         self._is_ours = False  # the step: not asked for by optimizer.step(), which does nothing where torch's would not
@@ -244,7 +245,7 @@ class Training:
         manager.bound.refuse_changes()
         self._book.adopt()
         done = step.micro_batches.done
-        agree_on_step(self._ranks, manager, self._book.factors, optimizer.param_groups, self._run, done)
+        agree_on_step(self._ranks, manager, self._book.factors, optimizer.param_groups, self._names, self._run, done)
         manager.await_gradients(step.guess)
         norm = self._book.measure()
         if not self._is_ours and (norm.count == 0 or optimizer.only_makes_states(norm.squares)):

@@ -153,6 +153,43 @@ def test_what_differs_is_named_on_all_ranks() -> None:
         assert "call engine.backward(loss), not loss.backward()" in found["loss.backward"][1]
 
 
+def differ_in_groups(rank: int) -> dict[str, tuple[str, str]]:
+    """Let rank 1 have parameters in other groups, when the engine is made and later on."""
+    odd, found = rank == 1, dict[str, tuple[str, str]]()
+
+    def make(*groups: range) -> Engine:
+        model = net()
+        parts = list(model.parameters())
+        rows = [{"params": [parts[i] for i in group], "lr": 10.0**-n} for n, group in enumerate(groups, 1)]
+        return engine_of(model, AdamW(rows))
+
+    def add(first: int) -> tuple[str, str]:
+        engine.optimizer.add_param_group({"params": list(engine.module.parameters())[first : first + 2], "lr": 0.5})
+        backward(engine)
+        return error_of(engine.step)
+
+    first, second = range(2), range(2, 4)
+    found["exchanged"] = error_of(lambda: make(*((second, first) if odd else (first, second))))
+    found["left out"] = error_of(lambda: make(range(2 * odd, 6)))
+    with make(first) as engine:
+        found["added"] = add(2)
+    with make(first) as engine:
+        found["added elsewhere"] = add(4 if odd else 2)
+    return found
+
+
+def test_parameter_groups_are_compared() -> None:
+    for found in run(differ_in_groups, WORLD):
+        assert not isinstance(found, (Raised, Ended)), found
+        assert found.pop("added") == ("nothing", "")
+        for what, text in (
+            ("exchanged", "the parameter group of 0.bias in loading but got 0 on ranks 0, 2, 1 on rank 1"),
+            ("left out", "the parameter group of 0.bias in loading but got 0 on ranks 0, 2, nothing on rank 1"),
+            ("added elsewhere", "the parameter group of 1.bias in step 1 but got 1 on ranks 0, 2, nothing on rank 1"),
+        ):
+            assert found[what][0] == "RanksError" and text in found[what][1], found
+
+
 def ask(rank: int) -> dict[str, tuple[str, str]]:
     """Ask for what several ranks cannot do, or only together."""
     with engine_of() as engine:
