@@ -190,6 +190,32 @@ def test_parameter_groups_are_compared() -> None:
             assert found[what][0] == "RanksError" and text in found[what][1], found
 
 
+def drop_between(rank: int, stage: int) -> list[tuple[str, str]]:
+    """Let rank 1 drop its gradients between two micro-batches, then between two steps; return what comes of each."""
+    with engine_of(stage=stage) as engine:
+        found = []
+        for drops_between in (True, False):
+            for micro_batch in range(2):
+                backward(engine)
+                if rank == 1 and drops_between and not micro_batch:
+                    engine.optimizer.zero_grad()
+            found.append(error_of(engine.optimizer.step))
+            if rank == 1:
+                engine.optimizer.zero_grad()
+        backward(engine)
+        return [*found, error_of(engine.optimizer.step)]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_that_one_rank_has_dropped_are_missed_though_others_have_come(stage: int) -> None:
+    text = (
+        "ranks: expected one value of the gradients that wait, in micro-batches in step 1 but got 2 on ranks 0, 2, "
+        "1 on rank 1; give all ranks the same"
+    )
+    for found in run(drop_between, WORLD, stage):
+        assert found == [("RanksError", text), ("nothing", ""), ("nothing", "")], found
+
+
 def ask(rank: int) -> dict[str, tuple[str, str]]:
     """Ask for what several ranks cannot do, or only together."""
     with engine_of() as engine:

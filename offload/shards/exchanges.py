@@ -58,6 +58,7 @@ class Exchanges:
 
     Attributes:
         early: whether units leave during backward.
+        summed: micro-batches in the sums, if there are any sums.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Exchanges:
         # A sum on NVMe comes to host memory by the thread that computes, which then takes part in rounds, too.
         self._thread = ThreadPoolExecutor(1, "offload-exchange") if self.early and not spilt else None
         self._running: Future[None] | None = None
-        self._number = 0
+        self._number = self.summed = 0
         self._sums: Sums | None = None
         self._drops = 0
         self._changed = threading.Condition()  # guards all that follows
@@ -244,6 +245,8 @@ class Exchanges:
                 self._running.result()
             self._running = None  # not before: whoever is interrupted here drops what is under way
         found = self._found
+        adds = any(any(sums.arrived(index)) for index in self._units)
+        self.summed = self.summed + 1 if adds else 1
         self._begin()
         return found
 
