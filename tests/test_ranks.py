@@ -236,6 +236,26 @@ def test_a_silent_rank_is_named_at_the_deadline() -> None:
     assert found[0][1] == found[2][1]
 
 
+def wait_in_two_engines(rank: int) -> str:
+    """Let rank 1 be in another engine than the others, each of which waits for who does not come."""
+    engines = [open_ranks(deadline_s=seconds) for seconds in (0.7, DEADLINE_S)]
+    try:
+        engines[rank == 1].agree("a forward")
+    except RanksError as error:
+        return str(error)
+    finally:
+        for engine in engines:
+            engine.close()
+    return "nothing"
+
+
+def test_who_waits_in_another_engine_of_the_process_is_told_apart() -> None:
+    found = run(wait_in_two_engines, 3)
+    assert found[0] == found[2]
+    assert "no word of rank 1, ranks 0, 2 waiting in a forward" in found[0]
+    assert "perhaps in another engine: this process has 1 more, and all ranks should call" in found[0]
+
+
 def test_a_rank_that_agrees_while_others_exchange_is_named_with_its_place() -> None:
     found = run(end, 3, "elsewhere", 0.7)
     assert {kind for kind, _, _ in found} == {"RanksError"} and len({text for _, text, _ in found}) == 1

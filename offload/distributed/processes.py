@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -102,6 +103,7 @@ class _Meeting:
         self.counters = counters
         self.ended: str | None = None
         self.left: list[Any] = []
+        _meetings.add(self)
         _opened[ranks] += 1
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._store = distributed.PrefixStore(f"offload/{name}/{_opened[ranks]}", default_store())
@@ -120,6 +122,9 @@ class _Meeting:
             return distributed.ProcessGroupGloo(store, among.index(self.rank), len(among), timeout)
         except RuntimeError as error:
             raise RanksError(f"ranks: expected to reach all {len(among)} but one has ended ({error})") from error
+
+
+_meetings: weakref.WeakSet[_Meeting] = weakref.WeakSet()  # of this process's engines
 
 
 class Processes:
@@ -394,9 +399,14 @@ class Processes:
         if not silent:
             hint = f"call the same methods on all ranks{uneven(waiting)}"
             return f"ranks: expected all in one place but {reason}: {waits}; {hint}"
+        others = sum(meeting.ended is None for meeting in _meetings) - 1
+        more = (
+            f", perhaps in another engine: this process has {others} more, and all ranks should call "
+            "engine.wait_for_ranks() before they use another one"
+        )
         return (
             f"ranks: expected {named(silent)} but {reason}: no word of {named(silent)}, {waits}; see whether "
-            f"{named(silent)} ended, had a batch less, computes, or waits for something else"
+            f"{named(silent)} ended, had a batch less, computes, or waits for something else{more if others else ''}"
         )
 
     def _end(self, text: str) -> NoReturn:
