@@ -167,6 +167,28 @@ def test_a_part_of_the_processes_can_be_the_ranks() -> None:
     assert "expected one that this process is in" in found[1]
 
 
+def take_the_place(rank: int) -> Any:
+    """Let ranks 0 and 1 have engines; then rank 1 ends, and rank 2 takes its place in a group that is made anew."""
+    distributed = torch.distributed
+    store = distributed.distributed_c10d._get_default_store()
+    distributed.destroy_process_group()
+    found = []
+    for number, members in enumerate([(0, 1), (0, 2)]):
+        if rank in members:
+            place = {"rank": members.index(rank), "world_size": 2}
+            distributed.init_process_group("gloo", store=distributed.PrefixStore(f"group {number}", store), **place)
+            for _ in range(2):
+                ranks = open_ranks(deadline_s=5.0)
+                found.append(ranks.gather_from_all(torch.tensor([rank]), "a gather").flatten().tolist())
+                ranks.close()
+            distributed.destroy_process_group()
+    return found
+
+
+def test_a_process_may_take_another_one_s_place_in_a_new_group() -> None:
+    assert run(take_the_place, 3) == [[[0, 1], [0, 1], [0, 2], [0, 2]], [[0, 1], [0, 1]], [[0, 2], [0, 2]]]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 DEADLINE_S = 20.0

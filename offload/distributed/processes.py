@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -47,8 +46,6 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 _CLOSED = "ranks: closed"
 _TOLD = "_offload_told"  # attribute of an error: those through whom all were told of it
 _GROUP_TIMEOUT = 4  # times the deadline: gloo's own is only for what nobody waits for any more
-
-_opened: Counter[tuple[int, ...]] = Counter()  # engines of each set of ranks so far: their words have different names
 
 
 def open_ranks(group: Any = None, *, deadline_s: float = DEADLINE_S, counters: Counters | None = None) -> Ranks:
@@ -104,9 +101,9 @@ class _Meeting:
         self.ended: str | None = None
         self.left: list[Any] = []
         _meetings.add(self)
-        _opened[ranks] += 1
-        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        self._store = distributed.PrefixStore(f"offload/{name}/{_opened[ranks]}", default_store())
+        name = f"offload/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+        number = default_store().add(f"{name}/engines of {self.rank}", 1)  # in the store: a process may know another one
+        self._store = distributed.PrefixStore(f"{name}/{number}", default_store())
         self.words = Words(self._store, self.rank, self.world)
         self.words.meet(deadline_s, members.shape)
 
