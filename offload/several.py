@@ -48,6 +48,7 @@ _SAME = (  # options that decide on bits
 )
 
 
+_MASTERED = " (16 bits: with engine.load_checkpoint, or values in float32, all ranks have one master again)"
 Stage = int | str | None  # of ZeRO
 
 
@@ -323,7 +324,8 @@ def facts_of_step(
     if shared is None:
         return {}
     facts: dict[str, Fact] = {"the loss scale": run.scaler.scale, "the number of micro-batches": micro_batches}
-    facts |= {f"what was written to {name}": digest for name, digest in shared.written.items()}
+    for name, digest in shared.written.items():
+        facts[f"what was written to {name}{_MASTERED if name in shared.mastered else ''}"] = digest
     for number, group in enumerate(groups):
         for name, value in group.items():
             if name != "params":

@@ -216,6 +216,38 @@ def test_gradients_that_one_rank_has_dropped_are_missed_though_others_have_come(
         assert found == [("RanksError", text), ("nothing", ""), ("nothing", "")], found
 
 
+def write_again(rank: int, dtype: str) -> list[tuple[str, str]]:
+    """Let rank 1 write something else, then all the same: as it is, and in float32; return what each step says."""
+    found = []
+    with engine_of(dtype=dtype) as engine:
+
+        def step() -> None:
+            loss = engine(torch.ones(2, 8, dtype=getattr(torch, dtype))).mean()
+            engine.backward(loss)
+            found.append(error_of(engine.step))
+
+        values = engine.state_dict()
+        step()
+        engine.load_state_dict({name: value + float(rank == 1) for name, value in values.items()})
+        step()
+        for more in (values, {name: value.float() for name, value in values.items()}):
+            engine.load_state_dict(more)
+            step()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranks_go_on_when_all_have_written_the_same_again(dtype: str) -> None:
+    every = run(write_again, WORLD, dtype)
+    for found in every:
+        assert found == every[0] and not isinstance(found, (Raised, Ended)), found
+        first, differing, again, in_float32 = found
+        assert first == in_float32 == ("nothing", "")
+        assert differing[0] == "RanksError" and "what was written to 0.bias" in differing[1]
+        assert ("engine.load_checkpoint" in differing[1]) is (dtype == "bfloat16")
+        assert again[0] == ("RanksError" if dtype == "bfloat16" else "nothing")
+
+
 def ask(rank: int) -> dict[str, tuple[str, str]]:
     """Ask for what several ranks cannot do, or only together."""
     with engine_of() as engine:

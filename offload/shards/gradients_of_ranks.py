@@ -40,6 +40,7 @@ class MicroBatch:
     Attributes:
         exchanges: of gradients.
         in_place: units whose parameters all ranks have where the host can work on them; homes may be each rank's own.
+        mastered: names of parameters with masters, which a write of 16 bits leaves as they are where nothing changes.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class MicroBatch:
             self._gathers = ThreadPoolExecutor(1, "offload-gather")
         self.in_place = self._in_place(plan)
         self._written: dict[str, str] | None = None  # digests of what was written to parameters, once they are loaded
+        of_two_bytes = [unit for unit in self._units.values() if unit.itemsize < _SUM_BYTES]
+        self.mastered = frozenset(slot.name for unit in of_two_bytes for slot in unit.slots)
 
     def _in_place(self, plan: Plan) -> frozenset[int]:
         if self._gathers is None:
@@ -145,10 +148,12 @@ class MicroBatch:
         return self._written is not None
 
     def note_written(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
-        """Note what is written to a parameter: in pieces, on the CPU."""
+        """Note what is written to all of a parameter: in pieces, on the CPU."""
         assert self._written is not None
-        known = hashlib.blake2b(self._written.get(name, "").encode(), digest_size=16)
+        known, before = hashlib.blake2b(digest_size=16), self._written.pop(name, "")
         for piece in pieces:
+            if name in self.mastered and piece.itemsize < _SUM_BYTES:  # what was there before is not gone
+                known.update(before.encode())
             known.update(piece.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         self._written[name] = known.hexdigest()
 
