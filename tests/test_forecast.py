@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import random
 import math
+import random
 import re
 import sys
 import warnings

@@ -5,8 +5,8 @@ Owns the order in which things happen, as :class:`.Lanes` lets time go by:
 * The device computes unit by unit, each once its parameters are there and the host has given it the work.
 * A gradient goes to the host and is taken there by the CPU, beside updates. The host's thread hands gradients over
   until there is no room for the next one. Then it waits for the oldest to leave, and passes by what it has begun.
-* A gradient at home on NVMe is added to what the drive brings of it, and written: each waits for the one before, and for
-  room in the pool of gradients.
+* A gradient at home on NVMe is added to what the drive brings of it, and written: each waits for the one before, and
+  for room in the pool of gradients.
 * A unit that has room beside its old content is updated during backward: the one whose gradient came last comes first.
 * When all gradients are there, what has begun is finished. All other units follow in the order of the forward: those
   with something on NVMe in a line of their own, so that the drive goes on while others are updated.
