@@ -139,7 +139,11 @@ class Resumable:
         self.done = state["done"]
 
 
-@pytest.mark.parametrize(("accumulation", "left"), [(1, 5), (3, 13)])
+OLD_LIGHTNING = tuple(map(int, lightning.__version__.split(".")[:2])) < (2, 6)
+OLD = pytest.mark.skipif(OLD_LIGHTNING, reason="Lightning counts the last batch again")
+
+
+@pytest.mark.parametrize(("accumulation", "left"), [(1, 5), pytest.param(3, 13, marks=OLD)])
 def test_resumes_inside_of_an_epoch(accumulation: int, left: int, tmp_path: Path) -> None:
     """Ten batches an epoch; seven steps, saved behind the second one."""
     path = tmp_path / "last.ckpt"
