@@ -332,7 +332,7 @@ def facts_of_step(
                 plain = value.item() if isinstance(value, torch.Tensor) else value
                 facts[f"{name} of parameter group {number}"] = repr(plain)
     if manager.gradients.any_arrived:  # which a rank may have dropped that has had others since
-        facts["the gradients that wait, in micro-batches"] = shared.exchanges.summed
+        facts["the micro-batches of the gradients that wait"] = shared.exchanges.summed
     factor_of = factors()
     for unit in manager.units:
         if unit.trainable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -149,6 +150,28 @@ def test_what_another_rank_may_lack_is_held(tmp_path: Path) -> None:
     for found in run(train, WORLD, WORLD, "float32-float32-nvme", str(tmp_path), 1, {}, 2):
         assert not isinstance(found, (Raised, Ended)), found
         assert found["resumed"] == (2, None) and found["digests"] == every[0][1]
+
+
+def leave_out(rank: int, path: str) -> list[str]:
+    """Let rank 1 fail behind a step; return what the log has of its commit."""
+    told = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offload.durable").addHandler(handler)
+    with begin("float32-float32-nvme", path, WORLD, 1) as engine:
+        engine.backward(engine(*batch(rank)))
+        engine.step()
+        if rank == 1:
+            engine._parts.ranks.fail(ValueError("a bad day"))
+            engine.drain()
+            return told
+    return told
+
+
+def test_a_commit_that_is_left_out_is_told(tmp_path: Path) -> None:
+    text = "step 1 is not committed, for the ranks have failed; the drive holds step 0"
+    every = run(leave_out, WORLD, str(tmp_path))
+    assert [[text in line for line in told] for told in every] == [[], [True, True], []], every  # by drain and close
 
 
 def open_and_close(rank: int, world: int, path: str, **more: Any) -> tuple[str, str]:

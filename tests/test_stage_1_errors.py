@@ -209,7 +209,7 @@ def drop_between(rank: int, stage: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_that_one_rank_has_dropped_are_missed_though_others_have_come(stage: int) -> None:
     text = (
-        "ranks: expected one value of the gradients that wait, in micro-batches in step 1 but got 2 on ranks 0, 2, "
+        "ranks: expected one value of the micro-batches of the gradients that wait in step 1 but got 2 on ranks 0, 2, "
         "1 on rank 1; give all ranks the same"
     )
     for found in run(drop_between, WORLD, stage):

@@ -193,6 +193,9 @@ def differ(rank: int) -> dict[str, Any]:
         engine.close()
     found["closed"] = error_of(lambda: backward(engine))
     engine.close()
+    engine = engine_of(Chain())
+    engine.close(restore=not odd)
+    found["not by all"] = error_of(lambda: engine.module(torch.ones(2, WIDTH)))
     engine = engine_of(Chain(), prefetch=not odd)  # others ask ahead for what rank 1 never wants
     engine.close(restore=False)
     return found
@@ -213,5 +216,6 @@ def test_what_differs_is_named_on_all_ranks() -> None:
         assert found["as it was"]
         assert found["budget"][0] == ("BudgetError" if rank == 1 else "RanksError")
         assert found["nothing written"] == found["back"] == ("nothing", "")
+        assert found["not by all"][0] == "StateError" and "parameter layers.0.weight" in found["not by all"][1]
         assert found["closed"][0] == ("StateError" if rank == 1 else "RanksError")
         assert rank == 1 or "closing on rank 1" in found["closed"][1], found["closed"]

@@ -102,7 +102,7 @@ class _Meeting:
         self.left: list[Any] = []
         _meetings.add(self)
         name = f"offload/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        number = default_store().add(f"{name}/engines of {self.rank}", 1)  # a process may know another one
+        number = default_store().add(f"{name}/engines of {self.rank}", 1)  # a new process has not counted
         self._store = distributed.PrefixStore(f"{name}/{number}", default_store())
         self.words = Words(self._store, self.rank, self.world)
         self.words.meet(deadline_s, members.shape)
