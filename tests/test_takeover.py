@@ -134,6 +134,30 @@ def test_a_closure(way: str, undisturbed: dict[str, torch.Tensor], tmp_path: Pat
     assert torch.equal(first.detach(), loss_of(net(), 0).detach())
 
 
+@pytest.mark.parametrize("face", ["engine.optimizer", "optimizer"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_fused_optimizer_beside_a_grad_scaler(kind: Any, face: str) -> None:
+    """The scaler unscales and skips, which it leaves to a fused step in torch."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+        for number in range(3):
+            loss = loss_of(model, number)
+            scaler.scale(loss * (float("inf") if number == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            optimizer.zero_grad()
+        return scales
+
+    plain, model = net(), net()
+    expected = train(plain, kind(plain.parameters(), lr=LR, fused=False))
+    with facing(face, kind(model.parameters(), lr=LR, fused=True), model) as (engine, optimizer):
+        assert train(model, optimizer) == expected == [1024.0, 512.0, 512.0]
+        assert engine.stats().step == 2
+        assert_near(engine.state_dict(), dict(plain.state_dict()))
+
+
 def test_hooks_of_all_optimizers_run_once_per_step() -> None:
     model = net()
     optimizer = adamw(model)
