@@ -228,6 +228,14 @@ def test_neither_model_nor_optimizer_nor_random_numbers_are_touched() -> None:
     assert all(torch.equal(p.grad, gradient) for p, gradient in zip(members, before[2], strict=True))  # type: ignore[arg-type]
 
 
+def test_the_generators_of_accelerators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(5)
+    own_class(torch.optim.RMSprop(parameters()))
+    assert seeded == [5] and torch.initial_seed() == 5
+
+
 class Overridden(torch.optim.AdamW):
     """A kind of AdamW with a step of its own."""
 

@@ -296,7 +296,7 @@ def _try(
             if seed := seeds(shape):
                 optimizer.state[parameter] = seed
         before = _plain_attributes(optimizer)
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would reach the accelerators, too
         for step in range(_STEPS):
             for parameter, number in zip(parameters, numbers, strict=True):
                 parameter.grad = _noise(shape, 10 + number + step)
@@ -461,7 +461,7 @@ def _temporary_ratio(
     if seed := memory.seeds(sample):
         optimizer.state[parameter] = seed
     peak = 0
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     for step in range(_STEPS):  # the first makes the states; they are copied to their places then
         parameter.grad = _noise(sample, 10 + step)
         with _LiveBytes([parameter, parameter.grad, *tensors_in(optimizer.state.get(parameter))]) as live:
