@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,6 +98,32 @@ def without_modes() -> Iterator[None]:
         if torch._C._len_torch_dispatch_stack():
             contexts.enter_context(no_modes())
         yield
+
+
+_steps = sys.modules[torch.optim.Optimizer.__module__]
+_HOOKS_OF_STEPS = {
+    name: getattr(_steps, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+}
+_hookless = [0]  # places where steps run without them
+_hookless_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def no_hooks_of_steps() -> Iterator[None]:
+    """Let optimizers step without the hooks that are registered for all of them.
+
+    Torch gets empty registries meanwhile. Its own stay as they are: a hook may run this while torch iterates over them.
+    """
+    with _hookless_lock:
+        _hookless[0] += 1
+        vars(_steps).update((name, OrderedDict()) for name in _HOOKS_OF_STEPS)
+    try:
+        yield
+    finally:
+        with _hookless_lock:
+            _hookless[0] -= 1
+            if not _hookless[0]:
+                vars(_steps).update(_HOOKS_OF_STEPS)
 
 
 def in_backward() -> bool:

@@ -177,6 +177,39 @@ def test_hooks_of_all_optimizers_run_once_per_step() -> None:
             handle.remove()
 
 
+@pytest.mark.parametrize("way", ["engine", "engine.optimizer", "optimizer"])
+def test_hooks_of_all_optimizers_and_a_class_that_steps_itself(way: str, tmp_path: Path) -> None:
+    """None while the engine is made, and none per parameter; a hook may be what makes the updates."""
+    model = net()
+    optimizer = Own(model.parameters(), lr=LR)
+    seen: list[object] = []
+    engines: list[Engine] = []
+
+    def look(stepped: torch.optim.Optimizer, *_: object) -> None:
+        seen.append(stepped)
+        for engine in engines:
+            engine.state_dict()
+
+    handle = register_optimizer_step_post_hook(look)
+    try:
+        with Engine(model, optimizer, **tight(model, tmp_path, whole=True)) as engine:
+            assert seen == []
+            engines.append(engine)
+            for number in range(2):
+                loss_of(model, number).backward()
+                WAYS[way](engine, optimizer)()
+            engine.state_dict()
+            assert seen == [engine.optimizer] * 2
+            engines.clear()
+    finally:
+        handle.remove()
+    seen.clear()
+    with Engine(model, Own(model.parameters(), lr=LR), **everything_on_device()) as engine:
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+    assert not seen
+
+
 class Own(torch.optim.RMSprop):
     """A user's own, which clears gradients itself."""
 

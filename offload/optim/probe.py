@@ -26,7 +26,7 @@ from offload.nested import tensors_in
 from offload.optim.takeover import GIVEN
 from offload.planning.asked import OwnBytes
 from offload.planning.roles import MOMENTS
-from offload.torch_private import DispatchMode, no_functions, no_modes
+from offload.torch_private import DispatchMode, no_functions, no_hooks_of_steps, no_modes
 
 Options = Mapping[str, Any]  # of a param group, without its parameters
 
@@ -77,6 +77,7 @@ def plain_torch() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_functions())
         stack.enter_context(no_modes())
+        stack.enter_context(no_hooks_of_steps())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))

@@ -88,7 +88,7 @@ class TakenOver:
         self._lost = False
         for name, function in _METHODS.items():
             setattr(optimizer, name, types.MethodType(function, optimizer))  # LR schedulers want a method
-        vars(optimizer)["_step_supports_amp_scaling"] = False  # fused=True sets it: GradScaler would leave it to a kernel
+        vars(optimizer)["_step_supports_amp_scaling"] = False  # of fused=True: GradScaler would not unscale
         successor.register_step_pre_hook(self._before_step)
         successor.register_step_post_hook(self._after_step)
 
