@@ -126,6 +126,19 @@ def no_hooks_of_steps() -> Iterator[None]:
                 vars(_steps).update(_HOOKS_OF_STEPS)
 
 
+def below_wrappers(step: Any) -> Any:
+    """Return the function of a step below what torch puts around it: hooks, schedulers' counters, ``no_grad``.
+
+    Wrappers of others may do something of their own, so they are not looked through.
+    """
+    while True:
+        step = getattr(step, "__func__", step)
+        package = getattr(step, "__globals__", {}).get("__name__", "").partition(".")[0]
+        if package != "torch" or not hasattr(step, "__wrapped__"):
+            return step
+        step = step.__wrapped__
+
+
 def in_backward() -> bool:
     """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
     return graph_task() != NO_GRAPH_TASK

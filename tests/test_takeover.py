@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -208,6 +209,93 @@ def test_hooks_of_all_optimizers_and_a_class_that_steps_itself(way: str, tmp_pat
         engine.backward(loss_of(engine, 0))
         engine.step()
     assert not seen
+
+
+def halved(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step with half of the gradients, which looks like the one that it is made of."""
+
+    @functools.wraps(step)
+    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad / 2
+        return step(self, *args, **kwargs)
+
+    return take
+
+
+def bound(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step = types.MethodType(halved(type(optimizer).step), optimizer)  # type: ignore[method-assign]
+
+
+def counted(optimizer: torch.optim.Optimizer) -> None:
+    bound(optimizer)
+    SCHEDULES["lambda"](optimizer)
+
+
+REPLACED: dict[str, Callable[[Any], None]] = {
+    "method": bound,
+    "function": lambda optimizer: setattr(optimizer, "step", lambda closure=None: None),
+    "partial": lambda optimizer: setattr(optimizer, "step", functools.partial(optimizer.step, None)),
+    "below a scheduler's": counted,
+}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_step_of_the_instance_is_refused(how: str, kind: Any) -> None:
+    model = net()
+    optimizer = kind(model.parameters(), lr=LR)
+    REPLACED[how](optimizer)
+    with pytest.raises(
+        ConfigError, match=rf"^optimizer: expected {kind.__name__} to step as its class does.*`del optimizer\.step`"
+    ):
+        Engine(model, optimizer, **everything_on_device())
+    del optimizer.step
+    with Engine(model, optimizer, **everything_on_device()) as engine:
+        advance(engine, [0])
+
+
+@pytest.mark.parametrize("around", [lambda step: step, torch.no_grad(), torch.optim.Optimizer.profile_hook_step])
+def test_a_step_of_the_instance_that_is_the_classes(
+    around: Callable[..., Any], undisturbed: dict[str, torch.Tensor]
+) -> None:
+    model = net()
+    optimizer = adamw(model)
+    optimizer.step = types.MethodType(around(torch.optim.AdamW.step), optimizer)  # type: ignore[method-assign]
+    SCHEDULES["lambda"](optimizer)
+    with Engine(model, optimizer, **everything_on_device()) as engine:
+        optimizer.param_groups[0]["lr"] = LR
+        advance(engine, range(3))
+        assert_same_tensors(engine.state_dict(), undisturbed)
+
+
+class Halved(torch.optim.SGD):
+    """A kind of SGD whose step says that it is that of torch."""
+
+    step = halved(torch.optim.SGD.step)
+
+
+class Quiet(torch.optim.SGD):
+    """A kind of SGD around whose step there is something of torch's only."""
+
+    step = torch.no_grad()(torch.optim.SGD.step)
+
+
+@pytest.mark.parametrize("kind", [Halved, Quiet])
+def test_a_step_that_is_made_of_torchs(kind: Any) -> None:
+    """What others have put around one is taken, too."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=LR, momentum=0.9)
+        return optimizer
+
+    model = net()
+    with Engine(model, make(model), **everything_on_device()) as engine:
+        assert (engine.plan.request.own is None) == (kind is Quiet)
+        advance(engine, range(3))
+        assert_near(engine.state_dict(), trained_plainly(make, range(3)))
 
 
 class Own(torch.optim.RMSprop):

@@ -7,7 +7,6 @@ it. The optimizers with a kernel are in :mod:`offload.kernels.optimizers`. Next:
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,10 @@ from offload.errors import NEW_ENGINE, ConfigError
 from offload.kernels import optimizers
 from offload.kernels.cpu_adam import StateKind
 from offload.optim.probe import OwnClass, OwnHyper, options_of, own_class
+from offload.optim.takeover import refuse_own_step
 from offload.planning.roles import States
 from offload.spec import Hyper, OptimizerSpec
+from offload.torch_private import below_wrappers
 
 STATE_SEED = 0x0FF10AD  # of the bits that round states; a constant: a run is reproducible whatever the options
 
@@ -129,6 +130,7 @@ def rule_of(spec: OptimizerSpec | torch.optim.Optimizer, dtype: torch.dtype | No
             f"optimizer: expected an instance of offload.{', '.join(kind.__name__ for kind in _TABLE)}, or of a class "
             f"of torch.optim, but got {spec!r}"
         )
+    refuse_own_step(spec)
     if any(group.get("differentiable") for group in spec.param_groups):
         raise ConfigError("optimizer: differentiable=True is not supported; make the optimizer without it")
     kind = _kernel_class(spec)
@@ -138,7 +140,7 @@ def rule_of(spec: OptimizerSpec | torch.optim.Optimizer, dtype: torch.dtype | No
 def _kernel_class(given: torch.optim.Optimizer) -> type[OptimizerSpec] | None:
     """Return the optimizer whose kernel makes the steps of a torch optimizer, None where its own class must."""
     base: Any = next((base for base in type(given).__mro__ if base in _IN_TORCH), None)
-    if base is None or inspect.unwrap(type(given).step) is not inspect.unwrap(base.step):
+    if base is None or below_wrappers(type(given).step) is not below_wrappers(base.step):
         return None
     kind = _IN_TORCH[base]
     other = any(group.get(option) for group in given.param_groups for option in kind.OTHER_STEPS)

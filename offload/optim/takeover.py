@@ -20,6 +20,7 @@ import torch
 from offload.classes import is_a
 from offload.errors import ConfigError, StateError
 from offload.optim.offloaded_states import OffloadedStates, refuse
+from offload.torch_private import below_wrappers
 
 _taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, TakenOver] = weakref.WeakKeyDictionary()
 
@@ -38,6 +39,23 @@ def unwrapped(optimizer: Any) -> Any:
             "made; pass what that engine was made with, and load the other's state_dict()"
         )
     return optimizer
+
+
+def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose ``step`` somebody has replaced: nobody would call that one.
+
+    Raises:
+        ConfigError: so it is, and the ``step`` is neither an engine's nor a counter of an LR scheduler.
+    """
+    step = vars(optimizer).get("step")
+    kind = type(optimizer)
+    if step is None or below_wrappers(step) in (_step, below_wrappers(kind.step)):
+        return
+    raise ConfigError(
+        f"optimizer: expected {kind.__name__} to step as its class does but got one with a step of its own, "
+        f"{getattr(step, '__qualname__', type(step).__name__)}, which an engine would not call; `del optimizer.step`, "
+        "and make a class of your own with that step, or use register_step_pre_hook"
+    )
 
 
 def take_over(optimizer: torch.optim.Optimizer, successor: torch.optim.Optimizer) -> None:
