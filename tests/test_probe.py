@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
+import itertools
+import logging
 import math
-from collections.abc import Iterable, Sequence
+import random
+import re
+import types
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -59,6 +68,105 @@ class CountsInItself(Plain):
     def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         self.seen += 1
         p -= group["lr"] / self.seen * p.grad
+
+
+class Scheduled(Plain):
+    """Has something in itself that a step changes: `seen` is asked for a number from 1 on."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], held: Any, seen: Any) -> None:
+        super().__init__(parameters)
+        self._held, self._seen = held, seen
+
+    def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p -= group["lr"] / self._seen(self, p) * p.grad
+
+
+class Sched:
+    """Counts, in a slot."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def next(self) -> int:
+        self.steps += 1
+        return self.steps
+
+
+def count_privately(self: Any, p: torch.Tensor) -> int:
+    self._held += 1
+    return int(self._held)
+
+
+def remember_privately(self: Any, p: torch.Tensor) -> float:
+    mean = self._held[p] = self._held.get(p, 0.0) + p.grad.abs().mean().item()  # type: ignore[union-attr]
+    return 1 + mean
+
+
+def count_in_the_states(self: Any, p: torch.Tensor) -> int:
+    self.state["seen"] = self.state.get("seen", 0) + 1
+    return int(self.state["seen"])
+
+
+def append(self: Any, p: torch.Tensor) -> int:
+    self._held.append(p.grad)
+    return len(self._held)
+
+
+COUNTING: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Tensor], Any]]] = {
+    "_held": (lambda: 0, count_privately),
+    "_held, by parameter": (dict, remember_privately),
+    "_held, in an object": (Sched, lambda self, p: self._held.next()),
+    "_held, deep down": (
+        lambda: [{"a": types.SimpleNamespace(x=Sched())}],
+        lambda self, p: self._held[0]["a"].x.next(),
+    ),
+    "_held, in a deque": (collections.deque, append),
+    "_held, in an iterator": (lambda: itertools.count(1), lambda self, p: next(self._held)),
+    "_held, in a set": (lambda: {0}, lambda self, p: self._held.add(max(self._held) + 1) or max(self._held)),
+    "_held, in a tensor": (lambda: types.SimpleNamespace(x=torch.zeros(())), lambda self, p: self._held.x.add_(1)),
+    "_held, of a generator": (lambda: random.Random(1), lambda self, p: 1 + self._held.random()),
+    "_late": (lambda: 0, lambda self, p: setattr(self, "_late", getattr(self, "_late", 0) + 1) or self._late),
+    "state['seen']": (lambda: 0, count_in_the_states),
+}
+
+
+@pytest.mark.parametrize("where", COUNTING)
+def test_what_a_class_remembers_in_itself_is_found_wherever_it_is(where: str) -> None:
+    make, seen = COUNTING[where]
+    name = where.partition(",")[0]
+    with pytest.raises(ConfigError, match=r"what it remembers in state\[parameter\] but a step changes") as caught:
+        own_class(Scheduled(parameters(), make(), seen))
+    assert name in str(caught.value)
+
+
+class Itself:
+    """Has itself, and another one that has it."""
+
+    def __init__(self) -> None:
+        self.me, self.other = self, [self]
+
+
+CONSTANTS: dict[str, Callable[[], Any]] = {
+    "object": lambda: types.SimpleNamespace(gain=2.0, inner=Sched()),
+    "itself": Itself,
+    "by object": lambda: {Sched(): 1, nn.Linear: 2, torch.float32: 3},
+    "set": lambda: {Sched(), 1, "a"},
+    "not a number": lambda: [math.nan, 1 + 2j, None, b"x"],
+    "functions": lambda: [functools.partial(max, 1), math.sqrt, lambda: 1, Sched().next],
+    "module": lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+    "generators": lambda: [random.Random(1), itertools.count(), torch.Generator()],
+    "torch's": lambda: [torch.device("cpu"), torch.Size([1]), torch.nn.Parameter(torch.ones(2))],
+    "numpy's": lambda: [numpy.ones(3), numpy.float32(2), numpy.random.default_rng(0)],
+    "others": lambda: [re.compile("a"), logging.getLogger("a"), collections.OrderedDict(a=1), Path("a"), range(3)],
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_class_may_have_constants_of_all_kinds(name: str) -> None:
+    held = CONSTANTS[name]()
+    assert own_class(Scheduled(parameters(), held, lambda self, p: 1 if self._held is not None else 2)).names == ()
 
 
 class GlobalNorm(Plain):

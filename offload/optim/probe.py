@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,13 +150,8 @@ def _maker(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]],
     """Return what makes copies of an optimizer: of all that it has but parameters, states and hooks."""
     kind = type(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", *GIVEN) and not name.startswith("_optimizer_")
-    }  # `step` is there where a scheduler counts the calls, too
     try:
-        own = copy.deepcopy(own, _Guard(parameters, kind.__name__))
+        own = copy.deepcopy(_own_attributes(optimizer), _Guard(parameters, kind.__name__))
     except ConfigError:
         raise
     except Exception as error:
@@ -164,11 +159,12 @@ def _maker(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]],
             f"optimizer: expected attributes of {kind.__name__} that can be copied but got {type(error).__name__}: "
             f"{error}; {_REMEDY}"
         ) from error
-    hooks = [name for name in vars(optimizer) if name.startswith("_optimizer_")]
+    of_torch = {name: value for name, value in vars(optimizer).items() if name in _OF_TORCH}
+    hooks = [name for name in of_torch if name.startswith("_optimizer_")]
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = object.__new__(kind)
-        vars(made).update(copy.deepcopy(own))
+        vars(made).update(of_torch, **copy.deepcopy(own))
         vars(made).update((hook, collections.OrderedDict()) for hook in hooks)
         vars(made).update(state=collections.defaultdict(dict), param_groups=groups)
         return made
@@ -296,18 +292,20 @@ def _try(
         for parameter in parameters:
             if seed := seeds(shape):
                 optimizer.state[parameter] = seed
-        before = _plain_attributes(optimizer)
+        before = copy.deepcopy(_own_attributes(optimizer))
         torch.default_generator.manual_seed(0)  # torch.manual_seed would reach the accelerators, too
         for step in range(_STEPS):
             for parameter, number in zip(parameters, numbers, strict=True):
                 parameter.grad = _noise(shape, 10 + number + step)
             optimizer.step()
         changed = [key for key in group if key != "params" and not (key in options and _same(group[key], options[key]))]
-        changed += [key for key, value in _plain_attributes(optimizer).items() if not _same(before.get(key), value)]
+        after = _own_attributes(optimizer)
+        changed += [key for key in {**before, **after} if not _same(before.get(key), after.get(key))]
+        changed += [f"state[{key!r}]" for key in optimizer.state if not any(key is p for p in parameters)]
         if changed:
             raise ConfigError(
-                f"optimizer: expected {name} to keep what it remembers per parameter but a step changes {changed[0]!r} "
-                f"for all of them; {_REMEDY}"
+                f"optimizer: expected {name} to keep what it remembers in state[parameter] but a step changes "
+                f"{changed[0]!r} for all of them; {_REMEDY}"
             )
         return parameters, [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
 
@@ -333,22 +331,61 @@ def _noise(shape: Sequence[int], seed: int) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return copies of the attributes that a user's class may have of its own."""
-    own = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
-    return {name: copy.deepcopy(value) for name, value in own.items() if name not in ("state", "param_groups")}
+class _Bare(torch.optim.Optimizer):
+    """Has what torch gives every optimizer."""
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Tell whether plain values are equal; of others nothing is known, so they count as equal."""
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
-    if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(_same, left, right))
-    plain = (bool, int, float, complex, str, bytes, type(None))
-    return left == right if isinstance(left, plain) or isinstance(right, plain) else True
+_HOLDS = ("state", "param_groups")  # what a copy has of its own
+_OF_TORCH = frozenset(vars(_Bare([torch.zeros(1, device="cpu")], {}))) - {"defaults", *_HOLDS}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes that are neither torch's own nor an engine's."""
+    # `step` is there where a scheduler counts the calls, too
+    return {name: value for name, value in vars(optimizer).items() if name not in {*_OF_TORCH, *_HOLDS, *GIVEN}}
+
+
+def _same(left: Any, right: Any, seen: dict[tuple[int, int], object] | None = None) -> bool:
+    """Tell whether a value and a copy of another are equal, with all that is in them; what cannot be copied counts so.
+
+    Args:
+        left: one.
+        right: the other one.
+        seen: pairs that are being compared: objects may have each other.
+    """
+    seen = {} if seen is None else seen
+    if left is right or (id(left), id(right)) in seen:
+        return True
+    seen[id(left), id(right)] = left, right  # kept alive: no other object gets their ids
+    if isinstance(left, _PLAIN) and isinstance(right, _PLAIN):
+        return bool(left == right) or (left != left and right != right)
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(_same(*pair, seen) for pair in zip(left, right, strict=True))
+    if isinstance(left, (set, frozenset)):  # of objects only the number is known
+        return len(left) == len(right) and _plain_ones(left) == _plain_ones(right)
+    if isinstance(left, Mapping):
+        if left.keys() == right.keys():
+            return all(_same(left[key], right[key], seen) for key in left)
+        return _same(list(left.items()), list(right.items()), seen)
+    return all(_same(*pair, seen) for pair in itertools.zip_longest(_parts(left), _parts(right)))
+
+
+def _plain_ones(values: Iterable[object]) -> set[object]:
+    return {value for value in values if isinstance(value, _PLAIN)}
+
+
+def _parts(value: object) -> list[object]:
+    """Return what a copy of an object is made from."""
+    try:
+        parts = value.__reduce_ex__(4)
+    except Exception:
+        return []
+    return [parts] if isinstance(parts, str) else [list(p) if isinstance(p, Iterator) else p for p in parts]
 
 
 def _is_whole(value: Any, shape: Sequence[int]) -> bool:
