@@ -7,6 +7,7 @@ is not: the engine adds squares up in float64. So the plain loop takes the norms
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,72 @@ def test_options_are_those_of_the_step_whatever_happens_before_the_update(tmp_pa
             given.param_groups[0]["lr"] = 1e9  # the update has not been made yet
         ours = engine.state_dict()
     assert all(torch.equal(ours[key], value) for key, value in other.named_parameters())
+
+
+class Scaled(torch.optim.Optimizer):
+    """A user's own, with attributes that decide on its steps."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.scale, self._held, self.extra = 1.0, types.SimpleNamespace(shift=[0.0]), 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    factor = self.scale + self._held.shift[0] + getattr(self, "extra", 3.0) + getattr(self, "late", 0.0)
+                    p -= group["lr"] * factor * p.grad
+
+
+CHANGES: dict[str, Callable[[Any, float], Any]] = {
+    "number": lambda optimizer, x: setattr(optimizer, "scale", x),
+    "of an object": lambda optimizer, x: optimizer._held.shift.__setitem__(0, x),
+    "object": lambda optimizer, x: setattr(optimizer, "_held", types.SimpleNamespace(shift=[x])),
+    "a new one": lambda optimizer, x: setattr(optimizer, "late", x),
+    "not there": lambda optimizer, x: vars(optimizer).pop("extra", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_attributes_are_those_of_the_step(change: str, tmp_path: Path) -> None:
+    """What is changed before a step counts, and what is changed after it, before the update, does not."""
+    model, other = llama(), llama()
+    given, theirs = Scaled(model.parameters()), Scaled(other.parameters())
+    with Engine(model, given, **nvme(model, tmp_path, whole=True)) as engine:
+        for number in range(3):
+            other(**LLAMA.batch(number)).loss.backward()
+            engine.backward(engine(**LLAMA.batch(number)).loss)
+            for optimizer in (theirs, given):
+                CHANGES[change](optimizer, 2.0 + number)
+            theirs.step()
+            engine.step()
+            theirs.zero_grad()
+            if change != "not there":
+                CHANGES[change](given, 1e9)  # the update has not been made yet
+        ours = engine.state_dict()
+    assert all(torch.equal(ours[key], value) for key, value in other.named_parameters())
+
+
+def test_attributes_that_no_copy_can_have() -> None:
+    """They are refused by the step, if the class has them; what others have hung on the optimizer is left alone."""
+    model = llama()
+    given = Scaled(model.parameters())
+    with Engine(model, given, **everything_on_device()) as engine:
+        before = engine.state_dict()
+        given.trainer = types.SimpleNamespace(model=model)  # type: ignore[attr-defined]
+        engine.backward(engine(**LLAMA.batch(0)).loss)
+        engine.step()
+        after = engine.state_dict()
+        assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
+        engine.backward(engine(**LLAMA.batch(1)).loss)
+        held, given._held = given._held, types.SimpleNamespace(shift=[0.0], first=next(iter(model.parameters())))
+        with pytest.raises(offload.ConfigError, match=r"keep parameters in its groups only but it has some in an attr"):
+            engine.step()
+        assert all(torch.equal(value, after[key]) for key, value in engine.state_dict().items())
+        given._held = held
+        engine.backward(engine(**LLAMA.batch(1)).loss)
+        assert engine.step()
 
 
 def autocast() -> Any:

@@ -1,21 +1,19 @@
 """What an optimizer class of torch remembers of a parameter, and needs to update it: found by letting it step.
 
-Owns copies of a user's optimizer that have no parameters, the refusal of classes that cannot work on one parameter
-after the other, the sizes of states and temporaries. Everything happens on small tensors of its own: neither the user's
-model nor the optimizer is touched. Knows nothing of units and tiers. Next: :mod:`offload.optim.torch_class` makes the
-steps.
+Owns the refusal of classes that cannot work on one parameter after the other, the sizes of states and temporaries.
+Everything happens in copies of the optimizer, on small tensors of its own: neither the user's model nor the optimizer
+is touched. Knows nothing of units and tiers. Next: :mod:`offload.optim.torch_class` makes the steps.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ConfigError
 from offload.nested import tensors_in
-from offload.optim.takeover import GIVEN
+from offload.optim.copies import REMEDY, Copies, own_attributes, same
 from offload.planning.asked import OwnBytes
 from offload.planning.roles import MOMENTS
 from offload.torch_private import DispatchMode, no_functions, no_hooks_of_steps, no_modes
@@ -40,18 +38,21 @@ _EXTENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 _STEPS = 2
 _SAMPLE_NUMEL = 1 << 13  # of the tensors on which temporaries are measured
-_REMEDY = (
-    'use offload.AdamW, with state_dtype="int8" for states of 8 bits, or a class of torch.optim that updates each '
-    "parameter by itself, such as torch.optim.NAdam"
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnHyper:
-    """What a step of a user's own class needs to know: options of the group, and the factor on the gradient."""
+    """What a step of a user's own class needs to know.
+
+    Attributes:
+        options: of the group.
+        grad_scale: the factor on the gradient.
+        make: returns copies of the optimizer as it was when the step was taken.
+    """
 
     options: dict[str, Any]
     grad_scale: float
+    make: Copies
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class OwnClass:
         size: what is kept and made outside the tiers.
     """
 
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    make: Copies
     names: tuple[str, ...]
     required: frozenset[str]
     size: OwnBytes
@@ -103,7 +104,7 @@ def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
     """
     name = type(optimizer).__name__
     _refuse_closures(optimizer)
-    make = _maker(optimizer)
+    make = Copies(optimizer)
     found: list[tuple[torch.Tensor, _Memory, Options]] = []
     memories: dict[tuple[str, int], _Memory] = {}
     states = dict(optimizer.state.items())  # empty where an engine has them
@@ -126,52 +127,6 @@ def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
     return OwnClass(make, names, required, OwnBytes(name, kept, step))
 
 
-# --- copies of the optimizer ------------------------------------------------------------------------------------------
-
-
-class _Guard(dict[int, Any]):
-    """The memo of a deep copy, which comes by here with every object: parameters must not be among them."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
-        super().__init__()
-        self._forbidden = {id(parameter) for parameter in parameters}
-        self._name = name
-
-    def get(self, key: int, default: Any = None) -> Any:
-        if key in self._forbidden:
-            raise ConfigError(
-                f"optimizer: expected {self._name} to keep parameters in its groups only but it has some in an "
-                f"attribute of its own, and cannot work on one after the other; {_REMEDY}"
-            )
-        return super().get(key, default)
-
-
-def _maker(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """Return what makes copies of an optimizer: of all that it has but parameters, states and hooks."""
-    kind = type(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    try:
-        own = copy.deepcopy(_own_attributes(optimizer), _Guard(parameters, kind.__name__))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"optimizer: expected attributes of {kind.__name__} that can be copied but got {type(error).__name__}: "
-            f"{error}; {_REMEDY}"
-        ) from error
-    of_torch = {name: value for name, value in vars(optimizer).items() if name in _OF_TORCH}
-    hooks = [name for name in of_torch if name.startswith("_optimizer_")]
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = object.__new__(kind)
-        vars(made).update(of_torch, **copy.deepcopy(own))
-        vars(made).update((hook, collections.OrderedDict()) for hook in hooks)
-        vars(made).update(state=collections.defaultdict(dict), param_groups=groups)
-        return made
-
-    return make
-
-
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     needed = [
         parameter.name
@@ -181,7 +136,7 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     if len(needed) > 1:  # beside self
         raise ConfigError(
             f"optimizer: expected a class whose step() needs no argument but {type(optimizer).__name__}.step needs "
-            f"{', '.join(needed[1:])}: it computes the loss several times per step; {_REMEDY}"
+            f"{', '.join(needed[1:])}: it computes the loss several times per step; {REMEDY}"
         )
 
 
@@ -223,7 +178,7 @@ class _Memory:
 
 def _memory(
     name: str,
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    make: Copies,
     options: Options,
     parameter: torch.Tensor,
     state: Mapping[str, Any],
@@ -256,7 +211,7 @@ def _memory(
     assert problem is not None
     raise ConfigError(
         f"optimizer: expected {name} to step on dense tensors with {parameter.dim()} dimensions on the CPU, one by "
-        f"one, but it raised {type(problem).__name__}: {problem}; {_REMEDY}"
+        f"one, but it raised {type(problem).__name__}: {problem}; {REMEDY}"
     ) from problem
 
 
@@ -274,7 +229,7 @@ def _like(state: Mapping[str, Any], shape: torch.Size, wanted: Sequence[int]) ->
 
 def _try(
     name: str,
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    make: Copies,
     options: Options,
     shape: tuple[int, ...],
     seeds: Callable[[Sequence[int]], dict[str, Any]],
@@ -292,29 +247,29 @@ def _try(
         for parameter in parameters:
             if seed := seeds(shape):
                 optimizer.state[parameter] = seed
-        before = copy.deepcopy(_own_attributes(optimizer))
+        before = copy.deepcopy(own_attributes(optimizer))
         torch.default_generator.manual_seed(0)  # torch.manual_seed would reach the accelerators, too
         for step in range(_STEPS):
             for parameter, number in zip(parameters, numbers, strict=True):
                 parameter.grad = _noise(shape, 10 + number + step)
             optimizer.step()
-        changed = [key for key in group if key != "params" and not (key in options and _same(group[key], options[key]))]
-        after = _own_attributes(optimizer)
-        changed += [key for key in {**before, **after} if not _same(before.get(key), after.get(key))]
+        changed = [key for key in group if key != "params" and not (key in options and same(group[key], options[key]))]
+        after = own_attributes(optimizer)
+        changed += [key for key in {**before, **after} if not same(before.get(key), after.get(key))]
         changed += [f"state[{key!r}]" for key in optimizer.state if not any(key is p for p in parameters)]
         if changed:
             raise ConfigError(
                 f"optimizer: expected {name} to keep what it remembers in state[parameter] but a step changes "
-                f"{changed[0]!r} for all of them; {_REMEDY}"
+                f"{changed[0]!r} for all of them; {REMEDY}"
             )
         return parameters, [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
 
     together, alone = run((1, 2)), [run((1,)), run((2,))]
     for position, (parameters, states) in enumerate(alone):
-        if not (_same(together[0][position], parameters[0]) and _same(together[1][position], states[0])):
+        if not (same(together[0][position], parameters[0]) and same(together[1][position], states[0])):
             raise ConfigError(
                 f"optimizer: expected {name} to update each parameter by itself, always in the same way, but the "
-                f"result depends on other parameters or on chance; {_REMEDY}"
+                f"result depends on other parameters or on chance; {REMEDY}"
             )
     parameter, state = alone[0][0][0], alone[0][1][0]
     places = [tensor.untyped_storage().data_ptr() for tensor in tensors_in([parameter, state]) if tensor.numel()]
@@ -329,63 +284,6 @@ def _try(
 def _noise(shape: Sequence[int], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
-
-
-class _Bare(torch.optim.Optimizer):
-    """Has what torch gives every optimizer."""
-
-
-_HOLDS = ("state", "param_groups")  # what a copy has of its own
-_OF_TORCH = frozenset(vars(_Bare([torch.zeros(1, device="cpu")], {}))) - {"defaults", *_HOLDS}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
-def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that are neither torch's own nor an engine's."""
-    # `step` is there where a scheduler counts the calls, too
-    return {name: value for name, value in vars(optimizer).items() if name not in {*_OF_TORCH, *_HOLDS, *GIVEN}}
-
-
-def _same(left: Any, right: Any, seen: dict[tuple[int, int], object] | None = None) -> bool:
-    """Tell whether a value and a copy of another are equal, with all that is in them; what cannot be copied counts so.
-
-    Args:
-        left: one.
-        right: the other one.
-        seen: pairs that are being compared: objects may have each other.
-    """
-    seen = {} if seen is None else seen
-    if left is right or (id(left), id(right)) in seen:
-        return True
-    seen[id(left), id(right)] = left, right  # kept alive: no other object gets their ids
-    if isinstance(left, _PLAIN) and isinstance(right, _PLAIN):
-        return bool(left == right) or (left != left and right != right)
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return left.dtype == right.dtype and torch.equal(left, right)
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(_same(*pair, seen) for pair in zip(left, right, strict=True))
-    if isinstance(left, (set, frozenset)):  # of objects only the number is known
-        return len(left) == len(right) and _plain_ones(left) == _plain_ones(right)
-    if isinstance(left, Mapping):
-        if left.keys() == right.keys():
-            return all(_same(left[key], right[key], seen) for key in left)
-        return _same(list(left.items()), list(right.items()), seen)
-    return all(_same(*pair, seen) for pair in itertools.zip_longest(_parts(left), _parts(right)))
-
-
-def _plain_ones(values: Iterable[object]) -> set[object]:
-    return {value for value in values if isinstance(value, _PLAIN)}
-
-
-def _parts(value: object) -> list[object]:
-    """Return what a copy of an object is made from."""
-    try:
-        parts = value.__reduce_ex__(4)
-    except Exception:
-        return []
-    return [parts] if isinstance(parts, str) else [list(p) if isinstance(p, Iterator) else p for p in parts]
 
 
 def _is_whole(value: Any, shape: Sequence[int]) -> bool:
@@ -417,7 +315,7 @@ def _sizes(
                 raise ConfigError(
                     f"optimizer: expected states of {name} whose size follows from the parameter's but {key!r} has "
                     f"{tuple(left.shape)} for {tuple(shapes[0])} and {tuple(right.shape)} for {tuple(shapes[1])}; "
-                    f"{_REMEDY}"
+                    f"{REMEDY}"
                 )
             yield key, _Size(constant, tuple(extents))
 
@@ -465,7 +363,7 @@ class _LiveBytes(DispatchMode):
 
 def _step_bytes(
     name: str,
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    make: Copies,
     found: Sequence[tuple[torch.Tensor, Options, _Memory]],
     dtype: torch.dtype | None,
 ) -> int:
@@ -484,7 +382,7 @@ def _step_bytes(
 
 def _temporary_ratio(
     name: str,
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    make: Copies,
     options: Options,
     memory: _Memory,
     shape: tuple[int, ...],
@@ -508,7 +406,7 @@ def _temporary_ratio(
             except Exception as error:
                 raise ConfigError(
                     f"optimizer: expected {name} to step on a tensor of shape {sample} but it raised "
-                    f"{type(error).__name__}: {error}; {_REMEDY}"
+                    f"{type(error).__name__}: {error}; {REMEDY}"
                 ) from error
         peak = max(peak, live.peak_bytes)
     return float(peak / math.prod(sample))

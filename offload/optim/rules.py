@@ -175,8 +175,12 @@ def _own_rule(own: OwnClass, spec: torch.optim.Optimizer) -> Rule:
     more = (*_MORE_STATES, "momentum") if isinstance(spec, torch.optim.RMSprop) else _MORE_STATES
     had = {name for name in more if any(group.get(name) for group in spec.param_groups)}
 
+    copies = own.make
+
     def make(group: Mapping[str, Any], step: int, grad_scale: float) -> OwnHyper:
-        return OwnHyper(options_of(group), grad_scale)
+        nonlocal copies
+        copies = copies.current()
+        return OwnHyper(options_of(group), grad_scale, copies)
 
     refused = ("differentiable", *(name for name in more if name not in had))
     return Rule(own.names, make, whole=True, own=own, refused=refused)

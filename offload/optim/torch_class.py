@@ -45,6 +45,7 @@ class Records:
             claim: of the host budget; holds what was planned, and grows with what nobody could foresee.
         """
         self._own = own
+        self._make = own.make
         self._instance = own.make([])
         self._records: dict[Where, dict[str, Any]] = {}
         self._sizes: dict[Where, int] = {}
@@ -96,6 +97,8 @@ class Records:
             borrowed = {address, *(view.data_ptr() for view in views.values())}
             given = {name: views[name] if value is Placed.MARK else value for name, value in record.items()}
 
+            if hyper.make is not self._make:  # the user has changed attributes
+                self._make, self._instance = hyper.make, hyper.make([])
             instance = self._instance
             instance.param_groups = [{**hyper.options, "params": [parameter]}]
             instance.state[parameter] = given
