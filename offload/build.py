@@ -300,7 +300,7 @@ def _steps(
     tree = binding.tree
     trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in tree.units)
     run = Progress(LossScaler(config, enabled=trains_fp16, several_ranks=manager.tiers.ranks.world > 1))
-    own = (rule.own, manager.tiers.optimizer_claim) if rule and rule.own else None
+    own = (rule.own, manager.tiers.optimizer_claim, tree.parameters) if rule and rule.own else None
     counts = StepCounts(tree.units, own)
     if optimizer is None or rule is None:
         return Steps(run, counts)

@@ -363,7 +363,7 @@ def test_whose_steps_the_kernels_make() -> None:
     assert rule_of(Overridden(parameters())).own is not None
     assert rule_of(torch.optim.Adagrad(parameters(), initial_accumulator_value=0.5)).names == ("sum",)
     rule = rule_of(torch.optim.RMSprop(parameters(), foreach=True, maximize=True))
-    hyper: Any = rule.hyper({"foreach": True, "lr": 0.1, "params": [1]}, 1, 0.5)
+    hyper: Any = rule.hyper({"foreach": True, "lr": 0.1, "params": parameters()}, 1, 0.5)
     assert (hyper.options, hyper.grad_scale) == ({"foreach": False, "lr": 0.1}, 0.5)
 
 

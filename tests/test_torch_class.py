@@ -382,6 +382,57 @@ def test_attributes_that_no_copy_can_have() -> None:
         assert engine.step()
 
 
+class Multiplied(torch.optim.Optimizer):
+    """A user's own, with learning rates by parameter, and some that it knows by name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p, name in zip(group["params"], group["param_names"], strict=True):
+                if p.grad is None:
+                    continue
+                factor = getattr(p, "more", [1.0])[0] * p.lr_mult
+                if "norm" not in name:
+                    factor *= 0.5
+                if p.lr_mult > 1:
+                    self.state[p]["kept"] = p.clone()
+                p -= group["lr"] * factor * p.grad
+
+
+def multiplied(model: nn.Module) -> Multiplied:
+    for number, p in enumerate(model.parameters()):
+        p.lr_mult = number % 3 + 0.5  # type: ignore[attr-defined]
+    names = dict(model.named_parameters())
+    norms = [name for name in names if "norm" in name]
+    others = [name for name in names if "norm" not in name]
+    return Multiplied([{"params": [(name, names[name]) for name in some]} for some in (norms, others)])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_class_may_ask_for_a_parameters_attributes_and_name(place: str, tmp_path: Path) -> None:
+    """Those of the step: what is changed after it, before the update, does not count."""
+    model, other = llama(), llama()
+    given, theirs = multiplied(model), multiplied(other)
+    with Engine(model, given, **placements(model, tmp_path)[place]) as engine:
+        for number in range(3):
+            other(**LLAMA.batch(number)).loss.backward()
+            engine.backward(engine(**LLAMA.batch(number)).loss)
+            for side in (model, other):
+                for p in side.parameters():
+                    p.more = [1.0 + number]  # type: ignore[attr-defined]
+            theirs.step()
+            engine.step()
+            theirs.zero_grad()
+            for p in model.parameters():
+                p.more[0] = 1e9  # type: ignore[attr-defined]
+        ours, states = engine.state_dict(), engine.optimizer.state_dict()["state"]
+    assert all(torch.equal(ours[key], value) for key, value in other.named_parameters())
+    assert_same_state({number: state for number, state in states.items() if state}, theirs.state_dict()["state"])
+
+
 def autocast() -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 

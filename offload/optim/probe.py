@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ConfigError
 from offload.nested import tensors_in
-from offload.optim.copies import REMEDY, Copies, own_attributes, same
+from offload.optim.copies import REMEDY, Copies, is_plain, own_attributes, same
 from offload.planning.asked import OwnBytes
 from offload.planning.roles import MOMENTS
 from offload.torch_private import DispatchMode, no_functions, no_hooks_of_steps, no_modes
@@ -41,6 +41,26 @@ _SAMPLE_NUMEL = 1 << 13  # of the tensors on which temporaries are measured
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Member:
+    """What a class may ask for of a parameter beside its content.
+
+    Attributes:
+        name: in the group's ``param_names``; None where it has none.
+        attributes: those that the user has given it, as far as they are plain.
+    """
+
+    name: str | None
+    attributes: dict[str, Any]
+
+    def group(self, options: Options, parameters: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
+        """Return a param group of parameters that stand for this one, which get its attributes."""
+        for parameter in parameters:
+            vars(parameter).update(copy.deepcopy(self.attributes))
+        names = {} if self.name is None else {"param_names": [self.name] * len(parameters)}
+        return {**options, **names, "params": list(parameters)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class OwnHyper:
     """What a step of a user's own class needs to know.
 
@@ -48,11 +68,13 @@ class OwnHyper:
         options: of the group.
         grad_scale: the factor on the gradient.
         make: returns copies of the optimizer as it was when the step was taken.
+        members: of the group, as they were then, by the parameter's id.
     """
 
     options: dict[str, Any]
     grad_scale: float
     make: Copies
+    members: Mapping[int, Member]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +109,18 @@ def plain_torch() -> Iterator[None]:
 
 def options_of(group: Options) -> dict[str, Any]:
     """Return a group's options as they are now, with one parameter at a time updated."""
-    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
     return {name: False if name in ("foreach", "fused") else value for name, value in options.items()}
+
+
+def members_of(group: Options) -> dict[int, Member]:
+    """Return what a class may ask for of a group's parameters now."""
+    names = itertools.chain(group.get("param_names") or (), itertools.repeat(None))
+    members = {}
+    for parameter, name in zip(group["params"], names, strict=False):
+        plain = {key: value for key, value in vars(parameter).items() if is_plain(value)}
+        members[id(parameter)] = Member(name, copy.deepcopy(plain))
+    return members
 
 
 def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None) -> OwnClass:
@@ -105,23 +137,23 @@ def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
     name = type(optimizer).__name__
     _refuse_closures(optimizer)
     make = Copies(optimizer)
-    found: list[tuple[torch.Tensor, _Memory, Options]] = []
-    memories: dict[tuple[str, int], _Memory] = {}
+    found: list[tuple[torch.Tensor, _Memory, _Grouped]] = []
+    memories: dict[tuple[str, str, int], _Memory] = {}
     states = dict(optimizer.state.items())  # empty where an engine has them
     with plain_torch(), torch.random.fork_rng(devices=[]):
         for group in optimizer.param_groups:
-            options = options_of(group)
-            key = repr(options)
+            options, members = options_of(group), members_of(group)
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     continue
-                kind = (key, parameter.dim())
+                grouped = _Grouped(options, members[id(parameter)])
+                kind = (*grouped.key, parameter.dim())
                 if kind not in memories:
-                    memories[kind] = _memory(name, make, options, parameter, states.get(parameter) or {})
-                found.append((parameter, memories[kind], options))
+                    memories[kind] = _memory(name, make, grouped, parameter, states.get(parameter) or {})
+                found.append((parameter, memories[kind], grouped))
         names = _placed([(memory, parameter.numel()) for parameter, memory, _ in found])
         kept = sum(memory.kept_bytes(parameter.shape, names) for parameter, memory, _ in found)
-        step = _step_bytes(name, make, [(p, options, memory) for p, memory, options in found], dtype)
+        step = _step_bytes(name, make, found, dtype)
     every = [frozenset(memory.keys) for _, memory, _ in found]
     required = frozenset.intersection(*every) if every else frozenset()
     return OwnClass(make, names, required, OwnBytes(name, kept, step))
@@ -141,6 +173,18 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+class _Grouped:
+    """What a step may depend on beside a parameter's content; of names, the first of a kind is tried."""
+
+    def __init__(self, options: Options, member: Member) -> None:
+        self._options, self._member = options, member
+        self.key = repr(options), repr(member.attributes)
+
+    def group(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
+        """Return a param group of parameters that stand for it, with options that a step may change."""
+        return self._member.group(copy.deepcopy(dict(self._options)), parameters)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,7 +223,7 @@ class _Memory:
 def _memory(
     name: str,
     make: Copies,
-    options: Options,
+    grouped: _Grouped,
     parameter: torch.Tensor,
     state: Mapping[str, Any],
 ) -> _Memory:
@@ -191,7 +235,7 @@ def _memory(
         shapes = [(pair + (1,) * parameter.dim())[: parameter.dim()] for pair in extents]
         for seeds in (lambda shape: {}, lambda shape: _like(state, parameter.shape, shape)):
             try:
-                first, second = (_try(name, make, options, shape, seeds) for shape in shapes)
+                first, second = (_try(name, make, grouped, shape, seeds) for shape in shapes)
             except ConfigError:
                 raise
             except Exception as error:
@@ -230,7 +274,7 @@ def _like(state: Mapping[str, Any], shape: torch.Size, wanted: Sequence[int]) ->
 def _try(
     name: str,
     make: Copies,
-    options: Options,
+    grouped: _Grouped,
     shape: tuple[int, ...],
     seeds: Callable[[Sequence[int]], dict[str, Any]],
 ) -> dict[str, Any]:
@@ -242,7 +286,8 @@ def _try(
 
     def run(numbers: Sequence[int]) -> tuple[list[Any], list[dict[str, Any]]]:
         parameters = [torch.nn.Parameter(_noise(shape, number)) for number in numbers]
-        group = {**copy.deepcopy(dict(options)), "params": parameters}
+        group = grouped.group(parameters)
+        given = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
         optimizer = make([group])
         for parameter in parameters:
             if seed := seeds(shape):
@@ -253,7 +298,7 @@ def _try(
             for parameter, number in zip(parameters, numbers, strict=True):
                 parameter.grad = _noise(shape, 10 + number + step)
             optimizer.step()
-        changed = [key for key in group if key != "params" and not (key in options and same(group[key], options[key]))]
+        changed = [key for key in group if key != "params" and not (key in given and same(group[key], given[key]))]
         after = own_attributes(optimizer)
         changed += [key for key in {**before, **after} if not same(before.get(key), after.get(key))]
         changed += [f"state[{key!r}]" for key in optimizer.state if not any(key is p for p in parameters)]
@@ -364,17 +409,17 @@ class _LiveBytes(DispatchMode):
 def _step_bytes(
     name: str,
     make: Copies,
-    found: Sequence[tuple[torch.Tensor, Options, _Memory]],
+    found: Sequence[tuple[torch.Tensor, _Memory, _Grouped]],
     dtype: torch.dtype | None,
 ) -> int:
     """Return what updating the parameter that needs most takes: fp32 copies, and what torch makes on the way."""
-    ratios: dict[tuple[str, tuple[int, ...]], float] = {}
+    ratios: dict[tuple[str, str, tuple[int, ...]], float] = {}
     most = 0.0
-    for parameter, options, memory in found:
+    for parameter, memory, grouped in found:
         shape, numel = tuple(parameter.shape), parameter.numel()
-        key = (repr(options), shape)
+        key = (*grouped.key, shape)
         if key not in ratios:
-            ratios[key] = _temporary_ratio(name, make, options, memory, shape)
+            ratios[key] = _temporary_ratio(name, make, grouped, memory, shape)
         split = (dtype or parameter.dtype) == torch.bfloat16  # then its fp32 master is a copy, like the gradient always
         most = max(most, numel * (4 * (1 + split) + ratios[key]))
     return math.ceil(most)
@@ -383,7 +428,7 @@ def _step_bytes(
 def _temporary_ratio(
     name: str,
     make: Copies,
-    options: Options,
+    grouped: _Grouped,
     memory: _Memory,
     shape: tuple[int, ...],
 ) -> float:
@@ -393,7 +438,7 @@ def _temporary_ratio(
     if math.prod(sample) == 0:
         return 0.0
     parameter = torch.nn.Parameter(_noise(sample, 1))
-    optimizer = make([{**copy.deepcopy(dict(options)), "params": [parameter]}])
+    optimizer = make([grouped.group([parameter])])
     if seed := memory.seeds(sample):
         optimizer.state[parameter] = seed
     peak = 0

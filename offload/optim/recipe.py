@@ -39,6 +39,9 @@ def trainable_units(units: Iterable[Unit]) -> list[Unit]:
     return [unit for unit in units if unit.trainable]
 
 
+Own = tuple[OwnClass, Claim, Sequence[Sequence[torch.nn.Parameter]]]
+
+
 class StepCounts:
     """Updates that each parameter has had: bias correction counts only those, as in torch.
 
@@ -47,12 +50,13 @@ class StepCounts:
         records: what an optimizer's own class remembers, where it makes the steps, else None.
     """
 
-    def __init__(self, units: Iterable[Unit], own: tuple[OwnClass, Claim] | None = None) -> None:
+    def __init__(self, units: Iterable[Unit], own: Own | None = None) -> None:
         """Begin with none.
 
         Args:
             units: of the model.
-            own: an optimizer's own class that makes the steps, and the claim that holds what it keeps.
+            own: an optimizer's own class that makes the steps, the claim that holds what it keeps, and the parameters
+                by unit and position.
         """
         self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(units)}
         self.records = Records(*own) if own else None

@@ -15,7 +15,7 @@ import torch
 from offload.errors import NEW_ENGINE, ConfigError
 from offload.kernels import optimizers
 from offload.kernels.cpu_adam import StateKind
-from offload.optim.probe import OwnClass, OwnHyper, options_of, own_class
+from offload.optim.probe import OwnClass, OwnHyper, members_of, options_of, own_class
 from offload.optim.takeover import refuse_own_step
 from offload.planning.roles import States
 from offload.spec import Hyper, OptimizerSpec
@@ -180,7 +180,7 @@ def _own_rule(own: OwnClass, spec: torch.optim.Optimizer) -> Rule:
     def make(group: Mapping[str, Any], step: int, grad_scale: float) -> OwnHyper:
         nonlocal copies
         copies = copies.current()
-        return OwnHyper(options_of(group), grad_scale, copies)
+        return OwnHyper(options_of(group), grad_scale, copies, members_of(group))
 
     refused = ("differentiable", *(name for name in more if name not in had))
     return Rule(own.names, make, whole=True, own=own, refused=refused)

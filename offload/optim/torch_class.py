@@ -37,13 +37,15 @@ class Placed(Enum):
 class Records:
     """What an optimizer's own class remembers of each parameter: states by name, those that are placed as a mark."""
 
-    def __init__(self, own: OwnClass, claim: Claim) -> None:
+    def __init__(self, own: OwnClass, claim: Claim, parameters: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Remember nothing yet.
 
         Args:
             own: the class.
             claim: of the host budget; holds what was planned, and grows with what nobody could foresee.
+            parameters: of the model, by unit and position in it: what the user's optimizer has in its groups.
         """
+        self._parameters = parameters
         self._own = own
         self._make = own.make
         self._instance = own.make([])
@@ -100,7 +102,8 @@ class Records:
             if hyper.make is not self._make:  # the user has changed attributes
                 self._make, self._instance = hyper.make, hyper.make([])
             instance = self._instance
-            instance.param_groups = [{**hyper.options, "params": [parameter]}]
+            member = hyper.members[id(self._parameters[unit.index][position])]
+            instance.param_groups = [member.group(hyper.options, [parameter])]
             instance.state[parameter] = given
             try:
                 instance.step()
