@@ -1474,6 +1474,17 @@ def test_a_batch_on_another_gpu_is_refused() -> None:
         refuse_batch((given,), {}, torch.device("cuda", 0))
 
 
+def test_numbers_and_lengths_may_be_in_host_memory() -> None:
+    """As ``pack_padded_sequence`` wants lengths; of the rest, the text says what else there is."""
+    gpu = torch.device("cuda", 0)
+    refuse_batch((torch.tensor(1.5), {"lengths": torch.tensor([3, 2])}), {"flag": torch.tensor(True)}, gpu)
+    for given in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)):
+        with pytest.raises(offload.StateError, match=r"argument 'x' is on cpu .*or call engine\.module\(\.\.\.\)"):
+            refuse_batch((), {"x": given}, gpu)
+    with pytest.raises(offload.StateError, match="argument 0 is on meta"):
+        refuse_batch((torch.zeros((), device="meta"),), {}, gpu)
+
+
 @pytest.mark.parametrize("optimizer", [None, AdamW()], ids=["evaluates", "trains"])
 def test_a_model_keeps_its_engine(optimizer: AdamW | None) -> None:
     """Whoever keeps only the model goes on; nothing is said at the end of the process."""

@@ -115,6 +115,24 @@ def test_what_is_on_a_device_already(
     assert seen.races == []
 
 
+class Packed(nn.Module):
+    """Leaves out what lies behind the end of a sequence: torch wants to have lengths on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.net(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data)
+        return found
+
+
+def test_lengths_that_torch_wants_on_the_cpu(tmp_path: Path) -> None:
+    x, lengths = torch.stack([batch(0), batch(1)])[:, :3], torch.tensor([3, 2])
+    with make(Packed(), "cpu", tmp_path) as engine:
+        assert engine(x.to("sim"), lengths).shape[0] == 5
+
+
 @pytest.mark.parametrize("place", ["cpu", "sim:1"])
 def test_a_batch_on_another_device(place: str, tmp_path: Path) -> None:
     expected = rf"is on {place} but the engine computes on sim:0; move it with \.to\(engine\.device\)"

@@ -305,16 +305,24 @@ def refuse_used(tree: UnitTree, is_lost: Callable[[nn.Parameter], bool]) -> None
 def refuse_batch(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> None:
     """Refuse arguments of a forward that are on another device than the engine's.
 
+    Numbers and lengths may be in host memory, where some of torch's functions want them: tensors without a dimension,
+    and integers with one. Torch refuses those that have to be elsewhere.
+
     Raises:
         StateError: one is; names it.
     """
     for name, argument in (*enumerate(args), *kwargs.items()):
         for value in tensors_in(argument):
-            if value.device != device:
+            if value.device != device and not (value.device == HOST and _may_be_lengths(value)):
                 raise StateError(
                     f"batch: argument {name!r} is on {value.device} but the engine computes on {device}; "
-                    f"move it with .to(engine.device)"
+                    "move it with .to(engine.device), or call engine.module(...) if it has to be there"
                 )
+
+
+def _may_be_lengths(tensor: torch.Tensor) -> bool:
+    counts = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+    return tensor.dim() == 0 or (tensor.dim() == 1 and counts)
 
 
 def refuse_loss(loss: object, last: torch.Tensor | None, *, several_ranks: bool = False) -> None:
