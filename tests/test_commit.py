@@ -235,6 +235,31 @@ def test_failed_put_keeps_its_transaction_from_being_committed(store: SwapStore)
     assert (get(store, "a"), get(store, "b")) == (pattern(BLOCK, 2), pattern(BLOCK, 4))
 
 
+def test_an_earlier_put_does_not_make_up_for_a_later_one_that_failed(store: SwapStore) -> None:
+    """Two puts of a key in flight: the second one fails, and is reaped first, as `wait_all` does."""
+    put(store, "a", pattern(BLOCK, 1))
+    store.commit()
+    older = Memory(BLOCK)
+    older.fill(pattern(BLOCK, 2))
+    for remedy in ("put", "delete", "abort"):
+        store.inject(Fault(nth=2, target=FaultTarget.WRITES))
+        first, second = (store.put("a", older.address, BLOCK) for _ in range(2))
+        with pytest.raises(SwapError, match="EIO"):
+            second.wait()
+        first.wait()
+        for _ in range(2):
+            with pytest.raises(SwapError, match="put 'a' failed.*put or delete it again, or abort"):
+                store.commit()
+        if remedy == "put":
+            put(store, "a", pattern(BLOCK, 3))
+        elif remedy == "delete":
+            store.delete("a")
+        else:
+            store.abort()
+        store.commit()
+    assert store.keys() == []
+
+
 def test_commit_without_waiting_reports_the_failure_itself(store: SwapStore) -> None:
     memory = Memory(BLOCK)
     store.inject(Fault(target=FaultTarget.WRITES))
