@@ -11,8 +11,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from aligned_memory import Memory, pattern
@@ -40,6 +41,7 @@ from swap.durable.manifest import Manifest
 from swap.durable.records import decode_key, decode_record, encode_key, encode_record
 from swap.space.mapping import Version
 
+T = TypeVar("T")
 CAPACITY = 64 * BLOCK
 TESTS = str(Path(__file__).parent)
 
@@ -663,6 +665,89 @@ def test_extents_of_a_commit_in_doubt_are_not_used_again(tmp_path: Path) -> None
         assert get(store, "a") == pattern(20 * BLOCK, 1)
         put(store, "a", pattern(20 * BLOCK, 4))
     assert reopened(tmp_path) == {"a": pattern(20 * BLOCK, 1)}
+
+
+class InterruptedDisk(Disk):
+    """Lets an interrupt come at the nth operation: in its place, or with `late` when it is done."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.late = False
+
+    def pass_by(self, call: Callable[[], T]) -> T:
+        self.left -= 1
+        if not self.left and not self.late:
+            raise KeyboardInterrupt
+        late = not self.left
+        done = call()
+        if late:
+            raise KeyboardInterrupt
+        return done
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        self.pass_by(lambda: Disk.write(self, fd, data, offset))
+
+    def sync(self, fd: int) -> None:
+        self.pass_by(lambda: Disk.sync(self, fd))
+
+    def replace(self, source: str, target: str) -> None:
+        self.pass_by(lambda: Disk.replace(self, source, target))
+
+    def sync_directory(self, path: str) -> None:
+        self.pass_by(lambda: Disk.sync_directory(self, path))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("answer", ["repeat", "abort"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_interrupt_at_any_operation_of_a_commit(
+    tmp_path: Path, marked: bool, answer: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is written anew at each commit up to then; making a record counts as an operation, too.
+
+    What the drive holds then is either state, whatever is put meanwhile. After a commit or an abort it is that one.
+    """
+    disk = InterruptedDisk()
+    monkeypatch.setattr("swap.durable.manifest._GROWTH", 0)
+    monkeypatch.setattr("swap.durable.manifest.encode_record", lambda one: disk.pass_by(lambda: encode_record(one)))
+    old, new = {"a": pattern(12 * BLOCK, 1)}, {"a": pattern(12 * BLOCK, 2)}
+    for nth in range(1, 30):
+        directory, copy = tmp_path / str(nth), tmp_path / f"{nth}-copy"
+        directory.mkdir()
+        monkeypatch.setattr("swap.durable.manifest._LEAST_LOG_BYTES", 1)
+        with open_store(directory, disk=disk) as store:
+            put(store, "a", old["a"])
+            store.commit(mark=(1, 1) if marked else None)
+            put(store, "a", new["a"])
+            disk.left, disk.late = nth, late
+            try:
+                store.commit(mark=(2, 2) if marked else None)
+            except KeyboardInterrupt:
+                interrupted = True
+            else:
+                interrupted = False
+            disk.left = 0
+            monkeypatch.setattr("swap.durable.manifest._LEAST_LOG_BYTES", 1 << 20)
+            put(store, "b", pattern(12 * BLOCK, 3))
+            shutil.copytree(directory, copy)
+            assert reopened(copy) in ([old, new] if interrupted else [new])
+            store.delete("b")
+            if answer == "repeat":
+                store.commit(mark=(2, 2) if marked else None)
+            else:
+                store.abort()
+            wanted = new if answer == "repeat" or not interrupted else old
+            assert contents(store) == wanted and store.used_bytes == (1 + 12) * BLOCK  # a file begins with one
+            put(store, "b", pattern(40 * BLOCK, 4))  # in what is free now
+            shutil.rmtree(copy)
+            shutil.copytree(directory, copy)
+            assert reopened(copy) == wanted
+            store.commit(mark=(3, 3) if marked else None)
+        assert reopened(directory) == {**wanted, "b": pattern(40 * BLOCK, 4)}
+        if not interrupted:
+            assert nth > 8
+            return
+    pytest.fail("no run passed")
 
 
 def test_data_that_cannot_be_written_is_not_committed(engine: str, tmp_path: Path) -> None:

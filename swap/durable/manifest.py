@@ -66,7 +66,8 @@ class Manifest:
     Attributes:
         facts: of the run.
         path: of the file.
-        doubtful: a flush failed, so what the drive holds is either state; the next commit or `rewrite` ends that.
+        doubtful: a flush failed, or Ctrl-C came between, so what the drive holds is either state; the next commit or
+            `rewrite` ends that.
         mark: of the last commit; `NO_MARK` where none had one.
     """
 
@@ -118,7 +119,7 @@ class Manifest:
         Raises:
             SwapError: the file cannot be cut off.
         """
-        self._end, self.doubtful = self._ends[mark], False
+        self._end, self.doubtful = self._ends[mark], True
         self._undo_append()
         if self.doubtful:
             raise SwapError(
@@ -146,6 +147,21 @@ class Manifest:
         Raises:
             SwapError: not committed; if `doubtful` the drive may hold either state, and extents of both must be kept.
         """
+        try:
+            self._commit(changes, mapping_after, mark, before)
+        except SwapError:
+            raise
+        except BaseException:  # Ctrl-C, perhaps behind the append: who called takes the commit for not made
+            self.doubtful = True
+            raise
+
+    def _commit(
+        self,
+        changes: Changes,
+        mapping_after: Callable[[], Mapping[Hashable, Version]],
+        mark: tuple[int, int] | None,
+        before: Mapping[Hashable, Version] | None,
+    ) -> None:
         if mark is None and self.doubtful:
             self.rewrite(mapping_after())
             return
@@ -181,17 +197,16 @@ class Manifest:
 
     def _append(self, record: Record) -> None:
         data = encode_record(record)
+        self.doubtful = True  # if Ctrl-C comes in the middle of it
         try:
             self._disk.write(self._fd, data, self._end)
             self._disk.sync(self._fd)
         except OSError as error:
             self._undo_append()
             raise _failure(self.path, "cannot append a commit", error, "free space or look at the kernel log") from None
-        except BaseException:  # Ctrl-C in the middle of it
-            self.doubtful = True
-            raise
         self._sequence += 1
         self._end += len(data)
+        self.doubtful = False
 
     def rewrite(self, mapping: Mapping[Hashable, Version], facts: RunFacts | None = None) -> None:
         """Write the file anew with this mapping, and with other facts if given.
@@ -219,9 +234,13 @@ class Manifest:
             self._disk.write(fd, data, 0)
             self._disk.sync(fd)
             self._disk.replace(beside, self.path)
-        except OSError as error:
+            self.doubtful = True  # until the names are on the drive, too
+        except BaseException as error:
             if fd >= 0:
                 os.close(fd)
+            if not isinstance(error, OSError):  # Ctrl-C, perhaps behind the rename: then the open file has no name
+                self.doubtful = True
+                raise
             with contextlib.suppress(OSError):
                 os.unlink(beside)
             raise _failure(self.path, "cannot be written anew", error, "free space or look at the kernel log") from None
@@ -233,7 +252,6 @@ class Manifest:
         try:
             self._disk.sync_directory(os.path.dirname(self.path))
         except OSError as error:
-            self.doubtful = True
             raise _failure(self.path, "its new version cannot be flushed", error, "look at the kernel log") from None
         self.doubtful = False
 
@@ -247,12 +265,11 @@ class Manifest:
             os.close(fd)
 
     def _undo_append(self) -> None:
-        """Remove what an append that failed may have left in the file."""
-        try:
+        """Remove what an append that failed may have left in the file, which ends the doubt."""
+        with contextlib.suppress(OSError):
             self._disk.truncate(self._fd, self._end)
             self._disk.sync(self._fd)
-        except OSError:
-            self.doubtful = True
+            self.doubtful = False
 
     def _replay(self, data: bytes) -> dict[Hashable, Version]:
         """Carry out the commits of the log; a piece of one at the end is cut off."""
