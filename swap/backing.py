@@ -67,7 +67,8 @@ class Backing:
             SwapFullError: no room.
             SwapError: something could not be written or flushed; the files are as long as before for the store.
         """
-        sizes = [allocator.capacity + size for allocator, size in zip(self.space.allocators, more, strict=True)]
+        have = [allocator.capacity for allocator in self.space.allocators]
+        sizes = [size + added for size, added in zip(have, more, strict=True)]
         if self.run is not None:
             try:
                 grow(self.files, self.run.manifest, mapping.committed, sizes, self.disk)
@@ -76,8 +77,9 @@ class Backing:
                 if isinstance(error, SwapError):
                     raise
                 raise open_error(self.files[0].directory, error) from None
-        for file, size in zip(self.files, sizes, strict=True):
-            reserve(file, size)
+        for file, first, size in zip(self.files, have, sizes, strict=True):
+            if size > first:
+                reserve(file, size, first)
         return sizes
 
     def close_manifest(self) -> None:

@@ -128,7 +128,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
         open_unlinked(tmp_path / "missing", MIB)
     with pytest.raises(SwapError, match="not a file"):
         open_unlinked(tmp_path / "file", MIB)
-    monkeypatch.setattr("swap.io.files.preallocate", lambda fd, length: errno.ENOSPC)
+    monkeypatch.setattr("swap.io.files.preallocate", lambda fd, length, first: errno.ENOSPC)
     with pytest.raises(SwapFullError, match="1 MiB .* needed but .* free .ENOSPC"):
         open_unlinked(tmp_path, MIB)
 

@@ -32,6 +32,7 @@ from swap import (
     Fault,
     FaultAction,
     FaultTarget,
+    Mode,
     StoreTicket,
     SwapDeadlineError,
     SwapError,
@@ -628,7 +629,7 @@ def test_refused_preallocation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, kind: type[SwapError], text: str
 ) -> None:
     before = descriptors()
-    monkeypatch.setattr(swap.io.files, "preallocate", lambda fd, length: code)
+    monkeypatch.setattr(swap.io.files, "preallocate", lambda fd, length, first: code)
     with pytest.raises(kind, match=text):
         SwapStore(tmp_path, 65536)
     assert descriptors() == before
@@ -637,11 +638,48 @@ def test_refused_preallocation(
 def test_file_system_without_preallocation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(swap.io.files, "preallocate", lambda fd, length: errno.EOPNOTSUPP)
+    monkeypatch.setattr(swap.io.files, "preallocate", lambda fd, length, first: errno.EOPNOTSUPP)
     with caplog.at_level(logging.WARNING), SwapStore(tmp_path, 65536) as store:
         put(store, "a", pattern(65536))
         assert get(store, "a") == pattern(65536)
     assert "cannot be reserved" in caplog.text
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_file_system_that_wants_room_for_all_that_is_reserved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode
+) -> None:
+    """XFS: less is free than the files have. A store grows by less, and by no more; a run is opened again."""
+    room, real = [64 * BLOCK], swap.io.files.preallocate
+
+    def preallocate_as_xfs_does(fd: int, length: int, first: int = 0) -> int:
+        before = os.fstat(fd).st_blocks
+        code = errno.ENOSPC if length - first > room[0] else real(fd, length, first)
+        room[0] -= (os.fstat(fd).st_blocks - before) * 512
+        return code
+
+    monkeypatch.setattr(swap.io.files, "preallocate", preallocate_as_xfs_does)
+    with SwapStore(tmp_path, 40 * BLOCK, mode=mode) as store:
+        put(store, "a", pattern(30 * BLOCK))
+        if mode is not Mode.SCRATCH:
+            store.commit()
+        store.grow(60 * BLOCK)
+        assert 0 <= room[0] <= 4 * BLOCK
+        with pytest.raises(SwapFullError, match=r"32768 bytes\) needed"):
+            store.grow(68 * BLOCK)
+        put(store, "b", pattern(20 * BLOCK))
+        assert (get(store, "a"), get(store, "b")) == (pattern(30 * BLOCK), pattern(20 * BLOCK))
+    if mode is not Mode.DURABLE:
+        return
+    with SwapStore(tmp_path, 60 * BLOCK, mode=mode) as store:
+        assert get(store, "a") == pattern(30 * BLOCK)
+    with pytest.raises(SwapFullError):
+        SwapStore(tmp_path, 68 * BLOCK, mode=mode)
+    with open(tmp_path / "swap.data", "r+b") as file:  # a hole is no room
+        os.truncate(file.fileno(), 50 * BLOCK)
+        os.truncate(file.fileno(), 60 * BLOCK)
+    with pytest.raises(SwapFullError, match=r"245760 bytes\) needed"):
+        SwapStore(tmp_path, 60 * BLOCK, mode=mode)
 
 
 def test_missing_directory(tmp_path: Path) -> None:

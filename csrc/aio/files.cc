@@ -42,8 +42,8 @@ int file_facts(int fd, FileFacts& facts) {
     return 0;
 }
 
-int preallocate(int fd, std::int64_t length) {
-    while (fallocate(fd, 0, 0, length) != 0) {
+int preallocate(int fd, std::int64_t length, std::int64_t first) {
+    while (fallocate(fd, 0, first, length - first) != 0) {
         if (errno != EINTR) return errno;
     }
     return 0;

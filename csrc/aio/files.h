@@ -46,8 +46,8 @@ struct FileFacts {
 /// Facts about an open file; returns 0 or a positive errno.
 int file_facts(int fd, FileFacts& facts);
 
-/// Reserve `length` bytes from offset 0 (fallocate, interrupted calls repeated); returns 0 or a positive
-/// errno.
-int preallocate(int fd, std::int64_t length);
+/// Reserve the bytes from offset `first` to `length` (fallocate, interrupted calls repeated); returns 0 or a
+/// positive errno.
+int preallocate(int fd, std::int64_t length, std::int64_t first);
 
 }  // namespace swap_aio

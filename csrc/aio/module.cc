@@ -348,10 +348,12 @@ py::dict file_facts(int fd) {
     return out;
 }
 
-int preallocate(int fd, std::int64_t length) {
-    if (length <= 0) throw py::value_error("preallocate: expected a positive length");
+int preallocate(int fd, std::int64_t length, std::int64_t first) {
+    if (first < 0 || length <= first) {
+        throw py::value_error("preallocate: expected a positive length and a first byte before its end");
+    }
     py::gil_scoped_release release;
-    return swap_aio::preallocate(fd, length);
+    return swap_aio::preallocate(fd, length, first);
 }
 
 std::uint32_t crc32c(std::uintptr_t address, std::size_t length, std::uint32_t crc, bool portable) {
@@ -382,7 +384,7 @@ PYBIND11_MODULE(_aio, m) {
     m.def("crc32c_bytes", &crc32c_bytes, py::arg("data"), py::arg("crc") = 0);
     m.def("crc32c_kernel", &swap_aio::crc32c_kernel);
     m.def("file_facts", &file_facts, py::arg("fd"));
-    m.def("preallocate", &preallocate, py::arg("fd"), py::arg("length"));
+    m.def("preallocate", &preallocate, py::arg("fd"), py::arg("length"), py::arg("first") = 0);
 
     py::class_<PyOperation>(m, "Operation")
         .def("done", &PyOperation::done)

@@ -343,9 +343,10 @@ def grow(
         SwapFullError: no room.
         SwapError: something could not be written or flushed.
     """
-    for file, size in zip(files, sizes, strict=True):
-        reserve(file, size)
-        disk.sync(file.fd)
+    for file, have, size in zip(files, manifest.facts.sizes, sizes, strict=True):
+        if size > have:
+            reserve(file, size, have)
+            disk.sync(file.fd)
     manifest.resize(tuple(sizes), versions)
     _log.info("run directory %s: grown to %d bytes", files[0].directory, sum(sizes))
 

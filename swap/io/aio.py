@@ -82,9 +82,9 @@ def file_facts(fd: int) -> FileFacts:
     )
 
 
-def preallocate(fd: int, length: int) -> int:
-    """Reserve `length` bytes from the start of a file (fallocate); returns 0 or the errno of the refusal."""
-    return _aio.preallocate(fd, length)
+def preallocate(fd: int, length: int, first: int = 0) -> int:
+    """Reserve the bytes of a file from `first` to `length` (fallocate); returns 0 or the errno of the refusal."""
+    return _aio.preallocate(fd, length, first)
 
 
 def engines_available() -> tuple[str, ...]:

@@ -101,14 +101,21 @@ def create_scratch(
     return files, sizes
 
 
-def reserve(file: SwapFile, length_bytes: int) -> None:
-    """Preallocate `length_bytes` from the start, so that a full disk is found now and not in the middle of a run.
+def reserve(file: SwapFile, length_bytes: int, first: int = 0) -> None:
+    """Preallocate the bytes up to a length, so that a full disk is found now and not in the middle of a run.
+
+    Args:
+        file: whose length it becomes, at least.
+        length_bytes: of the file.
+        first: the bytes before it are there already; XFS wants free space for all that is asked for.
 
     Raises:
         SwapFullError: not enough room.
         SwapError: any other refusal.
     """
-    code = preallocate(file.fd, length_bytes)
+    code = preallocate(file.fd, length_bytes, first)
+    if code in (_errno.ENOSPC, _errno.EDQUOT) and _has_all_blocks(file, length_bytes):
+        return
     if code in (_errno.EOPNOTSUPP, _errno.ENOSYS):
         _log.warning(
             "swap path %s: space cannot be reserved here; a full disk will be found only later", file.directory
@@ -116,21 +123,26 @@ def reserve(file: SwapFile, length_bytes: int) -> None:
         os.ftruncate(file.fd, length_bytes)
     elif code in (_errno.ENOSPC, _errno.EDQUOT):
         raise SwapFullError(
-            f"swap path {file.directory}: {format_bytes(length_bytes)} needed but "
+            f"swap path {file.directory}: {format_bytes(length_bytes - first)} needed but "
             f"{format_bytes(free_bytes_of(file))} free",
             errno=code,
             path=file.directory,
-            length_bytes=length_bytes,
+            length_bytes=length_bytes - first,
             remedy="free space, raise the quota, add a path on another drive, or ask for less",
         )
     elif code:
         raise SwapError(
-            f"swap path {file.directory}: cannot reserve {format_bytes(length_bytes)}",
+            f"swap path {file.directory}: cannot reserve {format_bytes(length_bytes - first)}",
             errno=code,
             path=file.directory,
-            length_bytes=length_bytes,
+            length_bytes=length_bytes - first,
             remedy="raise the file size limit (ulimit -f)" if code == _errno.EFBIG else "name another path",
         )
+
+
+def _has_all_blocks(file: SwapFile, length_bytes: int) -> bool:
+    facts = os.fstat(file.fd)
+    return facts.st_size >= length_bytes and facts.st_blocks * 512 >= length_bytes  # that is their unit everywhere
 
 
 def free_bytes_of(file: SwapFile) -> int:
