@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -26,6 +27,7 @@ from torch import nn
 from offload import BudgetError, CheckpointError, Engine
 from offload.background import PendingCheckpoint
 from offload.checkpoint.format import folder as folders
+from offload.checkpoint.format import staging
 from offload.checkpoint.format import writer as writers
 from offload.memory.budget import Tier
 from offload.shards.held import Held
@@ -377,6 +379,56 @@ def test_a_drive_that_becomes_full(
             engine.load_checkpoint(path)
             return
     raise AssertionError("no save has passed")
+
+
+@contextlib.contextmanager
+def forked_child() -> Iterator[int]:
+    """Yield the id of a child that lives as long as the block, as workers of a data loader do."""
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(begun, b".")
+            signal.pause()
+        finally:
+            os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"."
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ready)
+        os.close(begun)
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_no_lock(engine: Engine, gate: Gate, tmp_path: Path) -> None:
+    """Neither the one of the directory, nor that of a checkpoint that is read."""
+    path = tmp_path / "saved"
+    engine.save_checkpoint(path, tag="old")
+    gate.close()
+    pending = begin(engine, path, tag="new")
+    with contextlib.ExitStack() as last:
+        with folders.Folder(path).reading("old"):
+            child = last.enter_context(forked_child())
+        opened = [os.readlink(link) for link in Path(f"/proc/{child}/fd").iterdir()]
+        assert not any(name.endswith((".lock", "old/index.json")) for name in opened)
+        gate.open()
+        pending.wait()
+        train(engine)
+        engine.save_checkpoint(path, tag="old")
+    assert folders.Folder(path).tags() == ["new", "old"]
+
+
+def test_a_lock_ends_with_what_it_was_taken_for(tmp_path: Path) -> None:
+    """Whoever else has the file open: a child that the interpreter was not told of, say."""
+    folder = folders.Folder(tmp_path)
+    with contextlib.ExitStack() as last:
+        with folder.writing():
+            for fd in staging._locked:
+                last.callback(os.close, os.dup(fd))
+        with folder.writing():
+            pass
 
 
 ENDS = """

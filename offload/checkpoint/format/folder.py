@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from offload.checkpoint.format.index import FILE_NAME, DamagedError, Index
 from offload.checkpoint.format.small_files import write_text
-from offload.checkpoint.format.staging import lock
+from offload.checkpoint.format.staging import lock, open_to_lock, unlock
 from offload.errors import CheckpointError
 from swap.errors import SwapFullError, format_bytes
 
@@ -131,8 +131,8 @@ class Folder:
         with contextlib.ExitStack() as last:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                last.callback(os.close, fd)
+                fd = open_to_lock(self.path / LOCK, os.O_RDWR | os.O_CREAT)
+                last.callback(unlock, fd)
                 if not lock(fd):
                     raise CheckpointError(
                         f"checkpoint directory {self.path}: another save is under way in it; wait for it, or save to "
@@ -316,8 +316,8 @@ class Folder:
         """Give a folder another name; False where somebody reads it."""
         with contextlib.ExitStack() as last:
             with contextlib.suppress(OSError):  # without an index, it is no checkpoint
-                fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
-                last.callback(os.close, fd)
+                fd = open_to_lock(folder / FILE_NAME)
+                last.callback(unlock, fd)
                 if not lock(fd):
                     return False
             folder.rename(name)
@@ -340,8 +340,8 @@ class Folder:
 def _stays(index: Path, last: contextlib.ExitStack) -> bool:
     """Lock an index until `last` ends; False where its folder was put aside since it was found."""
     try:
-        fd = os.open(index, os.O_RDONLY | os.O_CLOEXEC)
-        last.callback(os.close, fd)
+        fd = open_to_lock(index)
+        last.callback(unlock, fd)
         return lock(fd, shared=True) and os.path.samestat(os.fstat(fd), index.stat())
     except FileNotFoundError:
         return False
