@@ -238,12 +238,12 @@ class Checkpoints:
         found, damage = [], None
         for tag in folder.tags():
             try:
-                found.append((int(Index.read(folder.path / tag / FILE_NAME).contents["step"]), tag))
+                found.append((int(Index.read(folder.at(tag) / FILE_NAME).contents["step"]), tag))
             except CheckpointError as error:  # tags() has told of it
                 damage = error
         if damage is not None and not found and steps is None:
             raise damage
-        return [folder.path / tag for taken, tag in sorted(found, reverse=True) if steps is None or taken > steps]
+        return [folder.at(tag) for taken, tag in sorted(found, reverse=True) if steps is None or taken > steps]
 
     # --- loading ----------------------------------------------------------------------------------------------------
 

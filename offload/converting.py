@@ -110,7 +110,7 @@ def convert(
     contents, left_out = _contents(encoder, rows, fitting, made, groups)
     tag = check_tag(f"step-{contents['step']:08d}" if tag is None else tag)
     folder = Folder(directory)
-    if (folder.path / tag).exists():
+    if folder.at(tag).exists():
         raise CheckpointError(f"checkpoint {folder.path / tag}: is there already; name another --tag or directory")
     with folder.writing():
         needed = sum(row.size_bytes(states) for row in rows) + sum(t.nbytes for t in encoder.tensors.values())

@@ -787,9 +787,11 @@ def test_a_kill_in_the_middle_leaves_the_checkpoint_before(
     unfinished = folders.Folder(path).unfinished()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
     with Engine(model, AdamW(), **everything_on_device()) as engine:
-        if tag == "old":  # between the two renames of a replacement: the next save puts the former one back
+        if tag == "old":  # between the two renames of a replacement: it is read, and the next save puts it back
             assert not (path / "old").exists()
+            engine.load_checkpoint(path)
             save(engine, path, tag="next")
+            assert folders.Folder(path).tags() == ["old", "next"] and (path / "old").is_dir()
             engine.load_checkpoint(path, tag="old")
         else:
             with caplog.at_level(logging.WARNING):
@@ -798,6 +800,47 @@ def test_a_kill_in_the_middle_leaves_the_checkpoint_before(
             assert bool(unfinished) == (call != "replace")
             save(engine, path, tag="next", keep=1)
         assert not folders.Folder(path).unfinished()
+
+
+@pytest.fixture
+def aside(copy: Path) -> Path:
+    """What a kill between the two renames of a replacement has left: the former checkpoint under another name."""
+    return copy.rename(copy.parent / f".replaced-{copy.name}")
+
+
+@pytest.mark.parametrize("how", ["latest", "tag", "no latest", "folder", "newest"])
+def test_what_a_broken_off_replacement_has_put_aside_is_found(how: str, aside: Path, engine: Engine) -> None:
+    """Whoever reads renames nothing: several ranks do, and a directory may be read-only."""
+    path, tag = aside.parent, "step-00000002"
+    if how == "no latest":
+        (path / "latest").unlink()
+    before = sorted(os.listdir(path))
+    folder = folders.Folder(path)
+    assert folder.tags() == [tag] and folder.next_sequence() == 2
+    if how == "newest":
+        (found,) = engine._checkpoints.newer(path, 1)
+        engine.load_checkpoint(found)
+    elif how == "folder":
+        engine.load_checkpoint(path / tag)
+    else:
+        engine.load_checkpoint(path, tag=tag if how == "tag" else None)
+    assert engine._parts.steps.run.steps == 2 and sorted(os.listdir(path)) == before
+    with folder.reading(tag):  # which the save leaves where it is
+        save(engine, path, tag="next", keep=1)
+        assert folder.tags() == [tag, "next"] and folder.at(tag) == aside
+        save(engine, path, tag=tag)
+        assert folder.tags() == ["next", tag] and folder.at(tag) == path / tag
+        with pytest.raises(CheckpointError, match="is being read and cannot be replaced"):
+            save(engine, path, tag=tag)
+    save(engine, path, tag="last", keep=2)
+    engine._checkpoints.settle()
+    assert sorted(os.listdir(path)) == [".lock", "last", "latest", tag]
+
+
+def test_what_was_put_aside_is_no_checkpoint_beside_the_one_that_replaced_it(aside: Path) -> None:
+    folder = folders.Folder(aside.parent)
+    shutil.copytree(aside, aside.parent / "step-00000002")
+    assert folder.tags() == ["step-00000002"] and folder.find(None).name == "step-00000002"
 
 
 CUT_OFF = """

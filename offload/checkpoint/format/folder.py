@@ -46,14 +46,18 @@ class Folder:
     def tags(self) -> list[str]:
         """Return the whole checkpoints, the oldest first; damaged ones are among them, before the others."""
         found = []
-        for path in self._folders():
-            if not path.name.startswith(".") and (path / FILE_NAME).is_file():
+        for tag in {path.name.removeprefix(_REPLACED) for path in self._folders()}:
+            if not tag.startswith(".") and (path := _whole(self.path / tag)) is not None:
                 try:
-                    found.append((Index.read(path / FILE_NAME).sequence, path.name))
+                    found.append((Index.read(path / FILE_NAME).sequence, tag))
                 except CheckpointError as error:
                     logger.warning("%s", error)
-                    found.append((-1, path.name))
+                    found.append((-1, tag))
         return [tag for _, tag in sorted(found)]
+
+    def at(self, tag: str) -> Path:
+        """Return the folder of one of the :meth:`tags`; it has another name if its replacement was broken off."""
+        return _whole(self.path / tag) or self.path / tag
 
     def unfinished(self) -> list[str]:
         """Return the folders that a broken-off save has left."""
@@ -71,21 +75,21 @@ class Folder:
             CheckpointError: there is none.
         """
         if tag is not None:
-            if (self.path / tag / FILE_NAME).is_file():
-                return self.path / tag
+            if (found := _whole(self.path / tag)) is not None:
+                return found
             raise CheckpointError(f"checkpoint {self.path / tag}: there is none{self._hint()}")
-        if (self.path / FILE_NAME).is_file():  # the folder of a checkpoint itself
-            return self.path
+        if (found := _whole(self.path)) is not None:  # the folder of a checkpoint itself
+            return found
         self.tell_unfinished()
         with contextlib.suppress(OSError, UnicodeDecodeError):
             named = (self.path / LATEST).read_text(encoding="utf-8").strip()
-            if _TAG.fullmatch(named) and (self.path / named / FILE_NAME).is_file():
-                return self.path / named
+            if _TAG.fullmatch(named) and (found := _whole(self.path / named)) is not None:
+                return found
         tags = self.tags()
         if not tags:
             raise CheckpointError(f"checkpoint directory {self.path}: there is no checkpoint in it{self._hint()}")
         logger.warning("checkpoint directory %s: %r names no checkpoint; taking %s", self.path, LATEST, tags[-1])
-        return self.path / tags[-1]
+        return self.at(tags[-1])
 
     @contextlib.contextmanager
     def reading(self, tag: str | None) -> Iterator[Path]:
@@ -148,7 +152,7 @@ class Folder:
         most = 0
         for tag in self.tags():
             with contextlib.suppress(CheckpointError):
-                most = max(most, Index.read(self.path / tag / FILE_NAME).sequence)
+                most = max(most, Index.read(self.at(tag) / FILE_NAME).sequence)
         return most + 1
 
     @contextlib.contextmanager
@@ -242,7 +246,7 @@ class Folder:
             write_text(folder / FILE_NAME, index)
             sync_directory(folder)
             replaces = target.exists()
-            if replaces and not self._put_aside(target, aside):
+            if replaces and (aside.exists() or not self._put_aside(target, aside)):  # aside is what somebody reads
                 raise CheckpointError(
                     f"checkpoint {target}: is being read and cannot be replaced; save under another tag"
                 )
@@ -266,12 +270,12 @@ class Folder:
         """Give up the oldest checkpoints until `count` are left; what somebody reads, or others have made, stays."""
         for tag in self.tags()[:-count]:
             if self._is_known(tag):
-                self._give_up(self.path / tag)
+                self._give_up(self.at(tag))
 
     def _is_known(self, tag: str) -> bool:
         """Tell whether a folder is a checkpoint of this version of the format, maybe a damaged one."""
         try:
-            Index.read(self.path / tag / FILE_NAME)
+            Index.read(self.at(tag) / FILE_NAME)
         except DamagedError:
             return True
         except CheckpointError:  # of a later version, say, or of another program
@@ -306,7 +310,7 @@ class Folder:
                 if target.exists():
                     self._give_up(path)
                 else:
-                    path.rename(target)
+                    self._put_aside(path, target)  # unless somebody reads it: it is found where it is
             elif path.name.startswith(_SAVING):
                 shutil.rmtree(path, ignore_errors=True)
         self.sweep()
@@ -335,6 +339,19 @@ class Folder:
             f"checkpoint directory {self.path}: cannot be written to: {error.strerror or error}; name a directory on a "
             "file system that is mounted for writing"
         )
+
+
+def _whole(path: Path) -> Path | None:
+    """Return where the checkpoint is whose folder is to be `path`; None where there is none.
+
+    A save that was broken off between its two renames has left the checkpoint that it was to replace under the name
+    that it had for that time. Whoever reads takes it from there, and the next save renames it.
+    """
+    aside = path.parent / f"{_REPLACED}{path.name}"
+    for folder in (path,) if path.exists() else (aside,):
+        if (folder / FILE_NAME).is_file():
+            return folder
+    return None
 
 
 def _stays(index: Path, last: contextlib.ExitStack) -> bool:

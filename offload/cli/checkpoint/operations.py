@@ -24,17 +24,17 @@ DEADLINE_S = 600.0  # of one transfer: a slow drive is no error
 
 def _list(arguments: argparse.Namespace) -> None:
     folder = Folder(arguments.directory)
-    latest = folder.find(None).name
+    latest = folder.find(None)
     rows = [("tag", "step", "size", "files", "saved", "")]
     for tag in folder.tags() or [""]:
-        path = folder.path / tag / FILE_NAME
+        path = folder.at(tag) / FILE_NAME
         saved = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
         try:
             index = Index.read(path)
         except CheckpointError:
             rows.append((tag, "", "", "", saved, "its index is damaged, or newer"))
             continue
-        size, note = format_bytes(index.size_bytes), "latest" if index.tag == latest else ""
+        size, note = format_bytes(index.size_bytes), "latest" if path.parent == latest else ""
         rows.append((index.tag, str(index.contents["step"]), size, str(len(index.files)), saved, note))
     rows += [(name, "", "", "", "", "broken off; it is ignored") for name in folder.unfinished()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

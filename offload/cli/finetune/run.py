@@ -357,7 +357,7 @@ def _past(engine: Engine, settings: Settings, digest: str, out: TextIO) -> Past:
         state = engine.resumed.client_state
     else:
         folder = Folder(checkpoints_of(settings))
-        found = [folder.path / tag for tag in reversed(folder.tags())] if settings.resume else []
+        found = [folder.at(tag) for tag in reversed(folder.tags())] if settings.resume else []
         if not found and settings.resume is not True:
             return Past()
         state = first_whole(found, engine.load_checkpoint)[1] if found else engine.load_checkpoint(folder.path)
