@@ -161,7 +161,7 @@ class Engine(EngineTensors, EngineRuns):
                 self._training = Training(parts, life, self._deferral, self._decision, self._watch, self._durable)
                 state = RunState(model, parts, life)
                 self._checkpoints = Checkpoints(state, parts, life, self._training)
-                self._sleeping = Sleeping(self.config, parts, life, self._deferral)
+                self._sleeping = Sleeping(self.config, parts, life, self._deferral, self._durable)
                 self.device = parts.device.place
                 self.optimizer: OffloadOptimizer | None = parts.steps.optimizer
                 self._step = parts.steps.step
@@ -403,9 +403,10 @@ class Engine(EngineTensors, EngineRuns):
     def sleep(self, *, host: bool = False) -> None:
         """Give the device's memory back until :meth:`wake`: for generation, or another engine, on the same GPU.
 
-        The last step is finished first. What lives on the device goes to host memory, within the budget, else to files
-        on the drive. Gradients that wait for the next step are kept. Until :meth:`wake`, everything but :meth:`stats`,
-        :meth:`report`, :meth:`trace` and :meth:`close` is refused. Buffers of the module stay on the device.
+        The last step is finished first; a durable run commits it as :meth:`drain` does. What lives on the device goes
+        to host memory, within the budget, else to files on the drive. Gradients that wait for the next step are kept.
+        Until :meth:`wake`, everything but :meth:`stats`, :meth:`report`, :meth:`trace` and :meth:`close` is refused.
+        Buffers of the module stay on the device.
 
         Several ranks call this together, and :meth:`wake`: if one of them cannot, none does.
 

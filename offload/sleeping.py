@@ -18,6 +18,7 @@ import torch
 from offload.build import Parts
 from offload.config import Config
 from offload.distributed.together import Together
+from offload.durable import DurableRun
 from offload.errors import BudgetError, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
@@ -107,12 +108,15 @@ class _OnDrive:
 class Sleeping:
     """One engine's sleep. See the module's text."""
 
-    def __init__(self, config: Config, parts: Parts, life: Life, deferral: Deferral) -> None:
-        """Begin awake; `deferral` holds Ctrl-C back while something is half done."""
+    def __init__(
+        self, config: Config, parts: Parts, life: Life, deferral: Deferral, durable: DurableRun | None
+    ) -> None:
+        """Begin awake; `deferral` holds Ctrl-C back while something is half done, `durable` commits the last step."""
         self._config = config
         self._parts = parts
         self._life = life
         self._deferral = deferral
+        self._durable = durable
         self._place: _Place | None = None
         self._tiers: tuple[Tier, ...] = ()
         self._left: list[mmap.mmap] = []  # memory of pieces that the drive may still use
@@ -153,6 +157,8 @@ class Sleeping:
         manager.gradients.await_copies()
         manager.finish_updates()
         manager.tiers.refuse_leased(manager.units)
+        if self._durable is not None:
+            self._durable.finish()  # nobody could commit it while the engine sleeps, nor if it is closed then
         return manager
 
     def wake(self) -> None:

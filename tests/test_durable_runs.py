@@ -258,6 +258,43 @@ def test_a_step_without_its_client_state_is_not_committed_by_closing(drained: bo
         assert (again.resumed.step, again.resumed.client_state) == (2, {"batch": 2})
 
 
+@pytest.mark.parametrize("end", ["close", "kill"])
+@pytest.mark.parametrize("host", [False, True])
+def test_a_step_is_committed_before_the_engine_sleeps(host: bool, end: str, tmp_path: Path) -> None:
+    """With restore=False, closing does not wake it to commit; and a kill wakes nobody."""
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses, until=4)
+    engine, steps = durable(tmp_path / "asleep"), 0
+    for event in events(engine, losses):
+        if event == "state":
+            steps += 1
+            engine.sleep(host=host)
+            assert engine.stats().commits == steps
+            if steps == 3:
+                break
+            engine.wake()
+    if end == "close":
+        engine.close(restore=False)
+    else:
+        die(engine)
+    again = durable(tmp_path / "asleep")
+    assert (again.resumed.step, again.resumed.client_state) == (3, {"batch": 3})
+    assert_same(finish(again, losses, until=4), truth)
+
+
+def test_a_step_without_its_client_state_is_not_committed_by_sleeping(tmp_path: Path) -> None:
+    engine = durable(tmp_path)
+    steps = 0
+    for event in events(engine, {}):
+        steps += event == "step"
+        if steps == 3:
+            break
+    engine.sleep()
+    engine.close(restore=False)
+    with durable(tmp_path) as again:
+        assert (again.resumed.step, again.resumed.client_state) == (2, {"batch": 2})
+
+
 def test_without_client_state_each_step_is_committed(tmp_path: Path) -> None:
     with durable(tmp_path) as engine:
         for number in range(3):

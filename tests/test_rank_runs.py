@@ -125,6 +125,26 @@ def test_a_rank_without_a_commit_has_all_begin_anew(tmp_path: Path) -> None:
         assert found["resumed"] is None and found["error"] == ("nothing", "")
 
 
+def sleep_and_close(rank: int, world: int, path: str) -> int | None:
+    engine = begin("float32-float32-nvme", path, world, 3)
+    resumed = None if engine.resumed is None else engine.resumed.step
+    for step in range(resumed or 0, 2):
+        for number in range(step * WORLD + rank, (step + 1) * WORLD, world):
+            engine.backward(engine(*batch(number)))
+            engine.step()
+        engine.client_state = {"step": step + 1, "rank": rank}
+        engine.sleep(host=bool(step))
+        if step == 0:
+            engine.wake()
+    engine.close(restore=False)
+    return resumed
+
+
+def test_ranks_commit_before_they_sleep(tmp_path: Path) -> None:
+    assert run(sleep_and_close, WORLD, WORLD, str(tmp_path)) == [None] * WORLD
+    assert run(sleep_and_close, WORLD, WORLD, str(tmp_path)) == [2] * WORLD
+
+
 def overwrite(rank: int, path: str) -> Any:
     """Be killed before the third commit, as rank 1; else write over what the second one has, and commit that."""
     engine = begin("float32-float32-nvme", path, WORLD, 1)

@@ -162,7 +162,7 @@ def test_a_piece_that_comes_late_comes_to_nobody_elses_memory(tmp_path: Path) ->
     """Beside a device that the host cannot address, pieces pass through memory of their own."""
     parts: Any = SimpleNamespace(device=SimpleNamespace(place=torch.device("cpu"), addressable=False))
     config: Any = None
-    sleeping = Sleeping(config, parts, Life(trains=True), Deferral())
+    sleeping = Sleeping(config, parts, Life(trains=True), Deferral(), None)
     arena = HostArena(Tier.DEVICE, PIECE_BYTES)
     buffer = arena.take(PIECE_BYTES)
     ctypes.memset(buffer.address, 1, PIECE_BYTES)
@@ -186,7 +186,7 @@ def test_memory_of_a_piece_that_never_came_outlives_the_sleep(monkeypatch: pytes
         monkeypatch.setattr(sleeping_module, "is_memory_held", lambda held=held: held)
         kept: list[object] = []
         monkeypatch.setattr(sleeping_module, "leave", kept.append)
-        sleeping = Sleeping(config, parts, Life(trains=True), Deferral())
+        sleeping = Sleeping(config, parts, Life(trains=True), Deferral(), None)
         with pytest.raises(TimeoutError), sleeping._on_host(buffer, 0, PIECE_BYTES, write=True):
             raise TimeoutError
         sleeping.close()
