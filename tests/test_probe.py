@@ -158,6 +158,7 @@ CONSTANTS: dict[str, Callable[[], Any]] = {
     "module": lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
     "generators": lambda: [random.Random(1), itertools.count(), torch.Generator()],
     "torch's": lambda: [torch.device("cpu"), torch.Size([1]), torch.nn.Parameter(torch.ones(2))],
+    "without content": lambda: [torch.empty(2, device="meta")],
     "numpy's": lambda: [numpy.ones(3), numpy.float32(2), numpy.random.default_rng(0)],
     "others": lambda: [re.compile("a"), logging.getLogger("a"), collections.OrderedDict(a=1), Path("a"), range(3)],
 }
