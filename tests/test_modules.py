@@ -462,6 +462,49 @@ class NotContiguous(Stack):
 CASES["odd shapes and strides"] = Case(NotContiguous)
 
 
+class Turn(nn.Linear):
+    """Views that share a parameter's bytes and have other signs: a conjugate, and its imaginary part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turn = torch.view_as_complex(self.weight[:2].view(WIDTH, 2)).conj()
+        assert turn.is_conj() and turn.imag.is_neg()
+        x = torch.view_as_real(torch.complex(super().forward(x), x) * turn).sum(2)
+        return torch.tanh(x * turn.imag)
+
+
+def _turning(segment: Callable[..., torch.Tensor]) -> type[nn.Module]:
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Turn(WIDTH, WIDTH) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = segment(block, x.requires_grad_()) + x
+            return x
+
+    return Turning
+
+
+CASES["views with other signs"] = Case(_turning(lambda block, x: block(x)))
+CASES["checkpoint views with other signs"] = Case(_turning(functools.partial(checkpoint, use_reentrant=False)))
+CASES["reentrant checkpoint views with other signs"] = Case(_turning(functools.partial(checkpoint, use_reentrant=True)))
+
+
+class SignedGradient(Stack):
+    """A gradient of one element is contiguous, so autograd leaves it as it is: with other signs than its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.turn = nn.Parameter(torch.ones(1)), nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(super().forward(x) * torch.complex(self.scale, self.turn).conj()).sum(2)
+
+
+CASES["gradient with another sign"] = Case(SignedGradient)
+
+
 def _penalty(forward: Forward, number: int) -> torch.Tensor:
     x = batch(number).requires_grad_()
     y = forward(x)

@@ -127,6 +127,8 @@ class GradientHooks:
                 )
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
+            if gradient.is_neg():  # whose bytes have the other sign
+                gradient = gradient.resolve_neg()
             if gradient.nbytes >= WORTH_SAMPLING_BYTES:
                 self._activations.await_gradient()
             shape = self._units[unit].slots[slot].shape

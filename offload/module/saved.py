@@ -20,7 +20,7 @@ from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
 from offload.shards.bound import Form
 from offload.shards.manager import Manager
-from offload.torch_private import counts_tensors, no_functions, top_hooks
+from offload.torch_private import counts_tensors, no_dispatch, no_functions, top_hooks
 from offload.wrappers import Shell, has_own_storage, is_wrapper, take_apart
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever is the default where this is imported
@@ -33,6 +33,8 @@ class SavedView(NamedTuple):
     unit: int
     version: int
     form: Form
+    is_conj: bool  # complex, and read with the other sign of the imaginary part
+    is_neg: bool  # read with the other sign
     in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
@@ -116,7 +118,12 @@ class SavedTensors:
                 "(by a step or by loading), so its graph is stale; run the forward again"
             )
         self._activations.balance()
-        return manager.view_of(saved.unit, saved.form, aside=saved.in_segment)
+        view = manager.view_of(saved.unit, saved.form, aside=saved.in_segment)
+        if saved.is_conj or saved.is_neg:
+            with no_functions(), no_dispatch():
+                view = view.conj() if saved.is_conj else view
+                view = view._neg_view() if saved.is_neg else view
+        return view
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
@@ -158,7 +165,7 @@ class SavedTensors:
         assert self._manager is not None, "closed"
         version = self._manager.copies.params[unit].version
         form = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        return SavedView(unit, version, form, in_segment)
+        return SavedView(unit, version, form, tensor.is_conj(), tensor.is_neg(), in_segment)
 
 
 class Over:
