@@ -160,6 +160,24 @@ def test_models_that_change_their_logits_are_refused() -> None:
         assert torch.equal(model(ids).logits, before)  # without labels it goes on
 
 
+def no_images(logits: torch.Tensor) -> None:
+    logits[:, :, [3]] = torch.finfo(logits.dtype).min
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("change", [lambda logits: logits.clamp_(-1, 1), no_images], ids=["cap", "mask"])
+def test_models_that_change_their_logits_in_place_are_refused(change: Any, mode: Any) -> None:
+    model = llama()
+    ops.chunk_loss(model)
+    plain = model(**batch(0)).loss
+    hook = model.lm_head.register_forward_hook(lambda layer, given, logits: change(logits))
+    with mode(), pytest.raises(StateError, match="expected the output of the head to go to the loss as it is"):
+        model(**batch(0))
+    hook.remove()
+    with mode():
+        assert torch.equal(model(**batch(0)).loss, plain)
+
+
 def test_models_with_a_loss_of_their_own_are_refused() -> None:
     model = hf.T5ForConditionalGeneration(
         hf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=200, decoder_start_token_id=0)

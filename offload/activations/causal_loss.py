@@ -33,6 +33,7 @@ class _Loss:
         chunk: tokens at a time.
         labelled: whether a forward with labels is under way.
         passed: what the head has passed on in it.
+        version: torch's count of its changes then.
         asked: whether the model has asked for the loss of that.
     """
 
@@ -40,6 +41,7 @@ class _Loss:
     chunk: int | None
     labelled: bool = False
     passed: torch.Tensor | None = None
+    version: int = 0
     asked: bool = False
 
 
@@ -116,7 +118,10 @@ def _of_head(state: _Loss, forward: Callable[..., Any], hidden: torch.Tensor, lo
         return linear_cross_entropy(hidden, head.weight, bias=head.bias, chunk=state.chunk, **loss_of)
     if not state.labelled:
         return forward(hidden)
-    state.passed = hidden
+    if hidden.is_inference():  # whose changes nobody counts
+        with torch.inference_mode(False):
+            hidden = hidden.clone()
+    state.passed, state.version = hidden, hidden._version
     return hidden
 
 
@@ -135,7 +140,8 @@ def _of_labels(
     if not state.labelled:  # somebody's own logits
         return plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     state.asked = True
-    if logits is not state.passed or vocab_size != state.head.out_features:
+    as_it_is = logits is state.passed and logits._version == state.version
+    if not as_it_is or vocab_size != state.head.out_features:
         raise StateError(
             "chunk_loss: expected the output of the head to go to the loss as it is but this model changes it before, "
             "as some scale, cap or cast logits; load the model again, and leave chunk_loss out"
