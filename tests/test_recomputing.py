@@ -144,6 +144,7 @@ class Block(nn.Module):
         self.calls, self.scale, self.seen, self.own = 0, 1.0, list[float](), dict[str, Any]()
         self.drawn = torch.Generator().manual_seed(1)
         self.numpys, self.pythons = np.random.default_rng(2), random.Random(3)
+        self.legacy = np.random.RandomState(4)
 
 
 class Counts(Block):
@@ -202,7 +203,7 @@ class Replaces(Block):
 
 class Draws(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        factor = random.random() + np.random.rand() + self.numpys.random() + self.pythons.random()
+        factor = random.random() + np.random.rand() + self.numpys.random() + self.pythons.random() + self.legacy.randn()
         mask = (torch.rand(x.shape, generator=self.drawn) > 0.2).to(x.device)
         return x + self.linear(x).tanh() * mask * factor if np.random.rand() < 0.8 else x
 
@@ -250,7 +251,9 @@ def trained(kind: type[Block], **more: Any) -> dict[str, torch.Tensor]:
             engine.train()
             engine.step()
         state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-    return state | {"drawn": torch.tensor([random.random(), np.random.rand(), model.blocks[0].pythons.random()])}  # type: ignore[union-attr,index]
+    block: Any = model.blocks[0]  # type: ignore[index]
+    drawn = [random.random(), np.random.rand(), block.pythons.random(), block.legacy.randn()]
+    return state | {"drawn": torch.tensor(drawn)}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class BlockState:
         self._keep(random.getstate, random.setstate)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            self._keep(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
+            self._keep_numpys(numpy.random)
         held = [("an argument", argument) for argument in arguments]
         for path, module in block.named_modules():
             other = _OF_TORCH | {"forward"} if module is block else _OF_TORCH  # that of the block is what is repeated
@@ -86,9 +86,13 @@ class BlockState:
         self._kept.append((read, write, state))
         return state
 
+    def _keep_numpys(self, random_state: Any) -> None:
+        """Keep the state of a ``RandomState`` of NumPy, or of the one that the whole process has."""
+        self._keep(functools.partial(random_state.get_state, legacy=False), random_state.set_state)
+
     def _keep_content(self, held: list[tuple[str, Any]]) -> None:
         """Keep what may change inside of attributes with these names, and inside of that."""
-        seen = set[int]()
+        seen, numpy = set[int](), sys.modules.get("numpy")
         while held:
             key, value = held.pop()
             if type(value) in _PLAIN or id(value) in seen:
@@ -109,6 +113,8 @@ class BlockState:
                 self._keep(functools.partial(value.__getitem__, slice(None)), functools.partial(_refill, value))
             elif isinstance(value, tuple):
                 inner = enumerate(value)
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                self._keep_numpys(value)
             elif hasattr(value, "bit_generator"):  # numpy's
                 generator = value.bit_generator
                 self._keep(
