@@ -584,6 +584,19 @@ def test_what_somebody_holds_stays(bench: Make) -> None:
     assert torch.equal(x.grad, gradient(of))
 
 
+def test_nested_tensors_stay(bench: Make) -> None:
+    """They have neither shape nor strides."""
+    made = bench(near=1)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.nested.as_nested_tensor([x[:3], x[3:]])
+        for seed in range(4):
+            rows = torch.nn.functional.linear(rows, page(seed))
+        return torch.nested.to_padded_tensor(rows, 0.0).square().sum()
+
+    assert torch.equal(gradient(of, made.hooks()), gradient(of))
+
+
 class Tagged(torch.Tensor):
     """A subclass with memory of its own."""
 

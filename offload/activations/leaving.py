@@ -631,7 +631,7 @@ def _is_as_saved(leaver: Leaver, tensor: torch.Tensor) -> bool:
 
 
 def _may_leave(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor can be made of its bytes alone: no subclass, no bits beside shape and strides."""
-    if type(tensor) is not torch.Tensor:
+    """Tell whether bytes, shape and strides are all of a tensor: no subclass, not nested, no further bits."""
+    if type(tensor) is not torch.Tensor or tensor.is_nested:
         return False
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
