@@ -144,7 +144,7 @@ class Block(nn.Module):
         self.calls, self.scale, self.seen, self.own = 0, 1.0, list[float](), dict[str, Any]()
         self.drawn = torch.Generator().manual_seed(1)
         self.numpys, self.pythons = np.random.default_rng(2), random.Random(3)
-        self.legacy = np.random.RandomState(4)
+        self.legacy, self.of_system = np.random.RandomState(4), random.SystemRandom()
 
 
 class Counts(Block):
@@ -272,16 +272,18 @@ class Remembers(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.states = Owned(), np.zeros(1), iter(range(100))
+        self.states = Owned(), np.zeros(1), iter(range(100)), random.SystemRandom()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        owned, numbers, numbered = self.states
+        owned, numbers, numbered, of_system = self.states
         if what == "object":
             owned.n += 1
             factor = owned.n
         elif what == "array":
             numbers += 0.01
             factor = 1 + numbers[0]
+        elif what == "system":
+            factor = 1 + of_system.random()
         else:
             factor = next(numbered)
         y = self.linear(x * factor if what not in ("shape", "fewer", "error") else x)
@@ -299,7 +301,7 @@ class Owned:
 what = ""
 
 
-@pytest.mark.parametrize("state", ["object", "array", "iterator", "shape", "fewer", "error"])
+@pytest.mark.parametrize("state", ["object", "array", "iterator", "system", "shape", "fewer", "error"])
 def test_a_block_that_cannot_be_repeated_is_refused(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

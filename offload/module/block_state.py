@@ -104,7 +104,7 @@ class BlockState:
                     self._tensors.append((key, value, value._version))
             elif isinstance(value, torch.Generator):
                 self._keep(value.get_state, value.set_state)
-            elif isinstance(value, random.Random):
+            elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
                 self._keep(value.getstate, value.setstate)
             elif isinstance(value, _CONTAINERS):
                 content = self._keep(functools.partial(_content, value), functools.partial(_refill, value))
