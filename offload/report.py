@@ -205,9 +205,18 @@ def make_report(
 
 
 def whole_steps(recorded: Recorded, most: int) -> list[Span]:
-    """Return the last steps, `most` at most, of which everything is recorded, the earliest first."""
-    steps = [span for span in recorded.spans if span.lane == STEP and span.begin >= recorded.complete_from]
-    return steps[-most:]  # in the order of time: a thread takes them
+    """Return the last steps, `most` at most, of which everything is recorded, the earliest first.
+
+    Each begins where the one before has ended: a checkpoint that is loaded in between begins another run.
+    """
+    found = list[Span]()
+    for span in reversed(recorded.spans):  # in the order of time: a thread takes them
+        if span.lane != STEP:
+            continue
+        if span.begin < recorded.complete_from or len(found) == most or (found and span.end != found[-1].begin):
+            break
+        found.append(span)
+    return found[::-1]
 
 
 def window(steps: Sequence[Span], recorded: Recorded) -> tuple[float, float]:

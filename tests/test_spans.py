@@ -128,6 +128,14 @@ def test_a_report_of_a_step_with_more_spans_than_are_kept_looks_at_what_is_there
     assert report.lanes["compute"].seconds == 3 and report.lanes["nvme_read"].size_bytes == 5
 
 
+def test_a_report_is_of_steps_that_follow_each_other() -> None:
+    """Not of what was done before a checkpoint was loaded, nor of loading it."""
+    before = (Span("step", "step 1", 1, 3), Span("step", "step 2", 3, 6), Span("compute", "forward", 1, 6))
+    report = make_report(recorded(*before, *TWO_STEPS), snapshot({}), host_computes=False)
+    assert report.step_seconds == (10, 10) and report.seconds == 20
+    assert str(report).startswith("the last 2 steps: 10.000 s each (10.000 s to 10.000 s)\n")
+
+
 def test_a_report_looks_at_the_last_steps() -> None:
     steps = [Span("step", f"step {n}", n, n + 1) for n in range(reports.STEPS + 3)]
     report = make_report(recorded(*steps), snapshot({}), host_computes=True)
