@@ -323,6 +323,16 @@ def test_buffers_and_extra_states_of_another_model(
             assert changed == (name in taken or name in ("other", "norm.running_var", "norm.num_batches_tracked")), name
 
 
+def test_a_buffer_that_is_a_conjugate(tmp_path: Path) -> None:
+    """Its bytes are those of what it is the conjugate of."""
+    turn, models = torch.polar(torch.ones(3), torch.arange(3.0)), [Beside(), Beside()]
+    for model, buffer in zip(models, (turn.conj(), torch.zeros_like(turn)), strict=True):
+        model.register_buffer("turn", buffer)
+        with Engine(model, AdamW(), **everything_on_device()) as engine:
+            (engine.save_checkpoint if model is models[0] else engine.load_checkpoint)(tmp_path)
+    assert torch.equal(models[1].turn, turn.conj_physical())
+
+
 def test_a_buffer_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
     with Engine(Beside(rows=None), AdamW(), **everything_on_device()) as engine:
         engine.save_checkpoint(tmp_path)

@@ -609,6 +609,21 @@ def test_load_state_dict(engine: Engine, tmp_path: Path) -> None:
     step(engine, 1)
 
 
+@pytest.mark.parametrize("way", ["load_state_dict", "data"])
+def test_a_value_with_another_sign_than_its_bytes(way: str) -> None:
+    """As the imaginary part of a conjugate."""
+    model = nn.Linear(1, 1, bias=False)
+    value = torch.ones(1, 1)
+    other = torch.complex(value, value).conj().imag
+    assert other.is_neg() and other.is_contiguous()
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        if way == "data":
+            model.weight.data = other
+        else:
+            engine.load_state_dict({"weight": other})
+        assert torch.equal(engine.state_dict()["weight"], -value)
+
+
 def test_loading_fp32_values_into_bf16_keeps_them_as_masters(tmp_path: Path) -> None:
     model = half_net()
     with Engine(model, AdamW(lr=0.0), **tight(model, tmp_path, dtype="bfloat16")) as engine:

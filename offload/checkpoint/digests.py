@@ -179,7 +179,7 @@ def _of_value(value: Any) -> str:
     """Return the digest of what is remembered beside the tiers: a tensor's bytes, of others what they print."""
     known = _new()
     if isinstance(value, torch.Tensor):
-        plain = value.detach().to("cpu").contiguous()
+        plain = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         known.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
         size_bytes = plain.numel() * plain.element_size()
         if size_bytes:

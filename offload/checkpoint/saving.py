@@ -149,7 +149,7 @@ def write_values(
     try:
         for dtype in order:
             for member in members[dtype]:
-                plain = values[member.key].detach().to("cpu").contiguous()
+                plain = values[member.key].detach().to("cpu").resolve_conj().resolve_neg().contiguous()
                 writer.append("all", member.key, plain.data_ptr(), member.size_bytes)
         writer.finish()
     finally:

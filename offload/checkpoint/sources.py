@@ -107,7 +107,7 @@ def whole(source: Source) -> torch.Tensor:
 def on_cpu(value: torch.Tensor | Source, dtype: torch.dtype) -> torch.Tensor | Source:
     """Return a value of which :func:`elements` are in `dtype`."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", dtype).contiguous()
+        return value.detach().to("cpu", dtype).resolve_conj().resolve_neg().contiguous()
     return Converted(value, dtype)
 
 
