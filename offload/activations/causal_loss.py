@@ -33,7 +33,7 @@ class _Loss:
         chunk: tokens at a time.
         labelled: whether a forward with labels is under way.
         passed: what the head has passed on in it.
-        version: torch's count of its changes then.
+        changes: torch's count of those of it then.
         asked: whether the model has asked for the loss of that.
     """
 
@@ -41,7 +41,7 @@ class _Loss:
     chunk: int | None
     labelled: bool = False
     passed: torch.Tensor | None = None
-    version: int = 0
+    changes: int = 0
     asked: bool = False
 
 
@@ -121,7 +121,7 @@ def _of_head(state: _Loss, forward: Callable[..., Any], hidden: torch.Tensor, lo
     if hidden.is_inference():  # whose changes nobody counts
         with torch.inference_mode(False):
             hidden = hidden.clone()
-    state.passed, state.version = hidden, hidden._version
+    state.passed, state.changes = hidden, hidden._version
     return hidden
 
 
@@ -140,7 +140,7 @@ def _of_labels(
     if not state.labelled:  # somebody's own logits
         return plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     state.asked = True
-    as_it_is = logits is state.passed and logits._version == state.version
+    as_it_is = logits is state.passed and logits._version == state.changes
     if not as_it_is or vocab_size != state.head.out_features:
         raise StateError(
             "chunk_loss: expected the output of the head to go to the loss as it is but this model changes it before, "
