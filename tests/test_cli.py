@@ -690,6 +690,17 @@ def test_run_through_three_tiers_is_the_run_in_memory(tmp_path: Path) -> None:
     assert "nvme" in shown and "held-out loss" in shown
 
 
+def test_a_run_may_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    make_model_folder(tmp_path / "model")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    before = sorted(tmp_path.rglob("*"))
+    line = ["finetune", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "text"), "--device", "cpu"]
+    line += ["--device-memory", "64MiB", "--cpu-memory", "64MiB", "--sequence-length", "32", "--steps", "2"]
+    assert cli.main([*line, "--evaluation-sequences", "2", "--sample-tokens", "2"]) == 0
+    assert "continued after" in capsys.readouterr().out and sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
     """Interrupted after the fourth of six steps; the resumed run has the whole report, and the same weights."""
     pytest.importorskip("transformers")

@@ -351,13 +351,15 @@ def _past(engine: Engine, settings: Settings, digest: str, out: TextIO) -> Past:
     Raises:
         CheckpointError, FinetuneError: there is none, or it is of another run.
     """
+    if not settings.resume:
+        return Past()
     if settings.is_durable:
         if engine.resumed is None:
             return Past()
         state = engine.resumed.client_state
     else:
         folder = Folder(checkpoints_of(settings))
-        found = [folder.at(tag) for tag in reversed(folder.tags())] if settings.resume else []
+        found = [folder.at(tag) for tag in reversed(folder.tags())]
         if not found and settings.resume is not True:
             return Past()
         state = first_whole(found, engine.load_checkpoint)[1] if found else engine.load_checkpoint(folder.path)
