@@ -30,6 +30,7 @@ from offload.cli.finetune.progress import Progress, RssMeter
 from offload.cli.finetune.sequences import Cut, orders
 from offload.cli.finetune.settings import EngineSettings, FinetuneError, Settings, settings_of
 from offload.cli.finetune.text import first_sentences, make_windows, read_text, split_text
+from offload.cli.models import positions_of
 from offload.sizes import short_bytes
 from offload.stats import LINKS, LinkStats, Stats
 
@@ -699,6 +700,74 @@ def test_a_run_may_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     line += ["--device-memory", "64MiB", "--cpu-memory", "64MiB", "--sequence-length", "32", "--steps", "2"]
     assert cli.main([*line, "--evaluation-sequences", "2", "--sample-tokens", "2"]) == 0
     assert "continued after" in capsys.readouterr().out and sorted(tmp_path.rglob("*")) == before
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 256}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "positions"),
+    [
+        ("llama", {"max_position_embeddings": 24, "intermediate_size": 32}, None),  # computes them
+        ("bloom", {}, None),
+        ("gpt2", {"n_positions": 24}, 24),
+        ("gptj", {"n_positions": 24, "rotary_dim": 4}, 24),  # a table, although nobody learns it
+        ("opt", {"max_position_embeddings": 24, "ffn_dim": 32, "word_embed_proj_dim": 16}, 24),  # in rows 2 to 25
+        ("roberta", {"max_position_embeddings": 26, "intermediate_size": 32, "is_decoder": True}, 24),  # the same
+    ],
+)
+def test_positions_that_have_an_end(kind: str, changes: dict[str, Any], positions: int | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **SMALL, **changes)
+    with torch.device("meta"):
+        assert positions_of(transformers.AutoModelForCausalLM.from_config(config)) == positions
+
+
+def make_run_of_24_positions(folder: Path, **changes: Any) -> Settings:
+    """Return what runs a GPT-2 that is written to a folder, with the tokenizer of a Llama."""
+    transformers = pytest.importorskip("transformers")
+    make_model_folder(folder / "model")
+    config = transformers.AutoConfig.for_model("gpt2", **SMALL, n_positions=24)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder / "model")
+    (folder / "text").write_text("the quick brown fox jumps over the lazy dog. " * 50)
+    values: dict[str, Any] = {"sequence_length": 24, "steps": 1, "save_model": True, "output": folder / "output"}
+    values["engine_options"] = {"device": "cpu", "max_memory": {"device": "64MiB", "cpu": "64MiB"}}
+    return settings(model=folder / "model", data=folder / "text", prompt="the quick ", **{**values, **changes})
+
+
+def test_a_sample_ends_where_positions_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lengths = finetune.continue_text, []
+
+    def counted(*args: Any) -> list[int]:
+        made = real(*args)
+        lengths.append(len(made))
+        return made
+
+    monkeypatch.setattr(finetune, "continue_text", counted)
+    run = make_run_of_24_positions(tmp_path)
+    finetune.run(run, stream=io.StringIO())
+    assert lengths == [15, 15]  # behind 10 tokens: the model has read 24, and nobody reads the last one
+    finetune.run(dataclasses.replace(run, prompt="the quick " * 3), stream=io.StringIO())
+    assert lengths[2:] == [0, 0]
+    with pytest.raises(FinetuneError, match=r"sequence_length: expected at most 24, the positions .* but got 25"):
+        finetune.run(dataclasses.replace(run, sequence_length=25), stream=io.StringIO())
+
+
+def test_the_last_sample_costs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was trained is written before it, and so is the report."""
+    real, calls = finetune.continue_text, []
+
+    def failing(*args: Any) -> list[int]:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(finetune, "continue_text", failing)
+    with pytest.raises(KeyboardInterrupt):
+        finetune.run(make_run_of_24_positions(tmp_path), stream=io.StringIO())
+    assert (tmp_path / "output" / "model" / "model.safetensors").is_file()
+    assert json.loads((tmp_path / "output" / "report.json").read_text())["steps"][0]["step"] == 1
 
 
 def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ from offload.cli.finetune.past import Past, checkpoints_of, refuse_another_run
 from offload.cli.finetune.progress import LinkMeter, Progress, RssMeter
 from offload.cli.finetune.report import MemoryReport, Report, StepRecord, perplexity, render, write_json, write_plot
 from offload.cli.finetune.sequences import Batch, Sequences, orders
-from offload.cli.finetune.settings import Settings
+from offload.cli.finetune.settings import FinetuneError, Settings
 from offload.cli.finetune.stopping import Stop, Stopped
-from offload.cli.models import load_tokenizer, quiet_transformers, read_causal_model, require_model
+from offload.cli.models import load_tokenizer, positions_of, quiet_transformers, read_causal_model, require_model
 from offload.memory import machine
 from offload.memory.device import Device
 from offload.memory.devices import open_device
@@ -229,10 +229,16 @@ def load_model(folder: Path, settings: Settings) -> tuple[nn.Module, Weights | N
 
     Raises:
         ConfigError: it cannot be loaded, or its loss cannot be chunked.
-        FinetuneError: the adapters cannot be put on it.
+        FinetuneError: sequences are longer than its positions, or the adapters cannot be put on it.
     """
     read, weights = read_causal_model(folder)
     model: Any = read
+    positions = positions_of(model)
+    if positions is not None and settings.sequence_length > positions:
+        raise FinetuneError(
+            f"sequence_length: expected at most {positions}, the positions that {folder.name} has, but got "
+            f"{settings.sequence_length}; take shorter sequences"
+        )
     model.config.use_cache = False
     if settings.gradient_checkpointing:
         compute_again(model)
@@ -278,6 +284,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         settings.output.mkdir(parents=True, exist_ok=True)
     meter = RssMeter()
     model, weights, parameters = _shown_model(settings, data, out)
+    positions = positions_of(model)
     optimizer = offload.AdamW(lr=settings.lr, weight_decay=settings.weight_decay)
     engine = offload.Engine(model, optimizer, options, weights=weights)
     try:
@@ -285,8 +292,12 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         print(engine.plan, file=out, flush=True)
         end = tokenizer.eos_token_id
 
+        length = settings.sample_tokens
+        if positions is not None:
+            length = min(length, positions + 1 - len(data.prompt))  # the last token is not read
+
         def sample() -> str:
-            tokens = continue_text(engine, data.prompt, settings.sample_tokens, device, end)
+            tokens = continue_text(engine, data.prompt, length, device, end)
             return str(tokenizer.decode(tokens))
 
         past = _past(engine, settings, data.digest, out)
@@ -302,33 +313,36 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
             Stop() as stop,
         ):
             training = train(engine, data, settings, progress, device, log=log, stop=stop, past=past)
-        sample_after = sample()
         stats = engine.stats()
         ram = ram_budget(stats.budget_bytes, given, open_device(device))
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram)
         saved = _save(engine, tokenizer, settings) if settings.save_model else None
+        report = Report(
+            model=settings.model.name,
+            parameters=parameters,
+            tokens_per_step=round(training.tokens / settings.steps),
+            steps=training.steps,
+            evaluations=training.evaluations,
+            prompt=str(tokenizer.decode(data.prompt.tolist())) if settings.sample_tokens else "",
+            sample_before=past.sample_before,
+            sample_after="",
+            train_seconds=training.seconds,
+            total_seconds=time.perf_counter() - begin,
+            memory=memory,
+            peak_bytes=stats.peak_bytes,
+            budget_bytes=stats.budget_bytes,
+            links=training.meter.per_step(settings.steps - done),
+            binding_link=training.meter.binding_link,
+            settings=dataclasses.asdict(settings),
+            machine=machine_of(open_device(device)),
+        )
+        if settings.output is not None:
+            write_json(report, settings.output / "report.json")  # what the last sample meets costs neither
+        sample_after = sample()
     finally:
         meter.close()
         engine.close(restore=False)
-    report = Report(
-        model=settings.model.name,
-        parameters=parameters,
-        tokens_per_step=round(training.tokens / settings.steps),
-        steps=training.steps,
-        evaluations=training.evaluations,
-        prompt=str(tokenizer.decode(data.prompt.tolist())) if settings.sample_tokens else "",
-        sample_before=past.sample_before,
-        sample_after=sample_after,
-        train_seconds=training.seconds,
-        total_seconds=time.perf_counter() - begin,
-        memory=memory,
-        peak_bytes=stats.peak_bytes,
-        budget_bytes=stats.budget_bytes,
-        links=training.meter.per_step(settings.steps - done),
-        binding_link=training.meter.binding_link,
-        settings=dataclasses.asdict(settings),
-        machine=machine_of(open_device(device)),
-    )
+    report = dataclasses.replace(report, sample_after=sample_after, total_seconds=time.perf_counter() - begin)
     print(f"\n{render(report)}", file=out)
     if settings.output is not None:
         write_report(report, settings.output, out)
