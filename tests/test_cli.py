@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -816,14 +817,19 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     assert weights[0].read_bytes() == weights[1].read_bytes()
     kept = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
     assert kept == [".lock", "latest", "step-00000004", "step-00000006"]
-    with pytest.raises(FinetuneError, match="has taken 6 of 6 steps; ask for more"):
-        run("parts", resume=True)
+    shutil.rmtree(tmp_path / "parts" / "model")
+    complete = run("parts", resume=True)  # what was not written, or is lost, is written
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert (complete.steps, complete.evaluations) == (resumed.steps, resumed.evaluations)
+    assert (complete.sample_after, complete.links) == (whole.sample_after, {})
+    with pytest.raises(FinetuneError, match="resume: expected at most 4 steps behind the run but got 6; ask for as"):
+        run("parts", resume=True, steps=4)
     longer = run("parts", resume=True, steps=8)  # goes on as a run of eight steps would
     rates = [1e-2 * finetune.learning_rate_factor(done, settings(steps=8, warmup_steps=2)) for done in (6, 7)]
     assert [record.lr for record in longer.steps[6:]] == rates
 
 
-def test_a_durable_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+def test_a_durable_run_is_the_run_that_was_never_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Interrupted inside the fifth of six steps, between commits; ``--resume auto`` begins, and goes on."""
     pytest.importorskip("transformers")
     make_model_folder(tmp_path / "model")
@@ -875,7 +881,12 @@ def test_a_durable_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     ]
     weights = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "parts")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert run("parts", *where, "--resume", "auto")[0] == 1  # it has taken all steps
+    capsys.readouterr()
+    code, complete = run("other", *where, "--resume", "auto")  # all steps are taken: it writes what this folder lacks
+    assert code == 0 and (tmp_path / "other" / "model" / "model.safetensors").read_bytes() == weights[0].read_bytes()
+    assert complete["sample_after"] == whole["sample_after"] and complete["links"] == {}
+    shown = capsys.readouterr().out
+    assert "resumed after step 6, and all are taken; ask for more with --steps\n" in shown and "page:" not in shown
 
 
 def test_records_of_a_long_run_are_thinned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,9 @@ def test_a_resumed_run_has_the_same_adapters(trained: tuple[Path, report.Report,
     resumed = finetune.run(settings(folder, "parts", **more), stream=io.StringIO())
     assert [(r.step, r.loss, r.tokens) for r in resumed.steps] == [(r.step, r.loss, r.tokens) for r in whole.steps]
     assert resumed.evaluations == whole.evaluations and resumed.sample_after == whole.sample_after
+    assert_same_tensors(adapters(folder / "parts" / "adapter"), adapters(folder / "whole" / "adapter"))
+    shutil.rmtree(folder / "parts" / "adapter")
+    finetune.run(settings(folder, "parts", **more), stream=io.StringIO())  # all steps are taken
     assert_same_tensors(adapters(folder / "parts" / "adapter"), adapters(folder / "whole" / "adapter"))
     lines = [json.loads(line) for line in (folder / "parts" / "log" / "log.jsonl").read_text().splitlines()]
     assert [line["train/loss"] for line in lines if "train/loss" in line] == [record.loss for record in whole.steps]

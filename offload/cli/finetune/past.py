@@ -66,7 +66,7 @@ class Past:
         """Return what a checkpoint has kept.
 
         Raises:
-            FinetuneError: it is none of this command, was made with other data, or has taken all steps.
+            FinetuneError: it is none of this command, was made with other data, or has taken more steps.
         """
         if not isinstance(state, dict) or not {"data", "schedule", "sample_before", "tokens"} <= state.keys():
             raise FinetuneError("resume: expected a checkpoint that finetune has saved; name its --output")
@@ -80,9 +80,10 @@ class Past:
         steps = [StepRecord(**record) for record in state["steps"]]
         evaluations = [tuple(one) for one in state["evaluations"]]
         past = cls(steps, evaluations, state["seconds"], state["tokens"], state["sample_before"], state["schedule"])
-        if past.done >= settings.steps:
+        if past.done > settings.steps:
             raise FinetuneError(
-                f"resume: the run has taken {past.done} of {settings.steps} steps; ask for more with --steps"
+                f"resume: expected at most {settings.steps} steps behind the run but got {past.done}; ask for as many with "
+                "--steps, or for more"
             )
         return past
 

@@ -192,7 +192,8 @@ def render(report: Report) -> str:
     for tier, peak in report.peak_bytes.items():
         budget = report.budget_bytes.get(tier)
         rows.append((f"  {tier}", f"peak {short_bytes(peak)}" + (f" of {short_bytes(budget)}" if budget else "")))
-    rows.append(("per step", f"bound by {report.binding_link}"))
+    if report.links:  # else no step was taken here
+        rows.append(("per step", f"bound by {report.binding_link}"))
     step_seconds = report.train_seconds / report.taken if report.steps else 0.0
     for name, link in report.links.items():
         if link.bytes_per_step or link.seconds_per_step:

@@ -378,7 +378,8 @@ def _past(engine: Engine, settings: Settings, digest: str, out: TextIO) -> Past:
             return Past()
         state = first_whole(found, engine.load_checkpoint)[1] if found else engine.load_checkpoint(folder.path)
     past = Past.of_state(state, settings, digest)
-    print(f"resumed after step {past.done}", file=out, flush=True)
+    complete = ", and all are taken; ask for more with --steps" if past.done == settings.steps else ""
+    print(f"resumed after step {past.done}{complete}", file=out, flush=True)
     return past
 
 
@@ -419,7 +420,8 @@ def write_report(report: Report, folder: Path, out: TextIO) -> None:
     """Write the report and its plot into `folder`, and print where they are."""
     write_json(report, folder / "report.json")
     print(f"\nreport: {folder / 'report.json'}", file=out)
-    print(f"page:   {folder / 'report.html'}", file=out)
+    if (folder / "report.html").is_file():  # a run that was complete leaves it as it was
+        print(f"page:   {folder / 'report.html'}", file=out)
     try:
         write_plot(report, folder / "loss.png")
         print(f"plot:   {folder / 'loss.png'}", file=out)
