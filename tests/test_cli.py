@@ -754,6 +754,25 @@ def test_a_sample_ends_where_positions_end(tmp_path: Path, monkeypatch: pytest.M
         finetune.run(dataclasses.replace(run, sequence_length=25), stream=io.StringIO())
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_model_that_is_written_caches_as_the_one_that_was_read(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run_of_24_positions(tmp_path, sample_tokens=0)
+    file = run.model / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "use_cache": cached}))
+    real, found = finetune.take_step, []
+
+    def looked_at(engine: Any, *args: Any) -> float:
+        found.append(engine.module.config.use_cache)
+        return real(engine, *args)
+
+    monkeypatch.setattr(finetune, "take_step", looked_at)
+    finetune.run(run, stream=io.StringIO())
+    assert found == [False]
+    assert json.loads((tmp_path / "output" / "model" / "config.json").read_text())["use_cache"] == cached
+
+
 def test_the_last_sample_costs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was trained is written before it, and so is the report."""
     real, calls = finetune.continue_text, []

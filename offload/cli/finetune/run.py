@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -222,7 +222,7 @@ def _stopped(settings: Settings, step: int) -> str:
 
 
 def load_model(folder: Path, settings: Settings) -> tuple[nn.Module, Weights | None]:
-    """Return a causal language model in its own dtype, for training without a cache of keys and values; with adapters.
+    """Return a causal language model in its own dtype, for training; with adapters.
 
     Returns:
         The model, and where the values are of what is on the meta device.
@@ -239,12 +239,25 @@ def load_model(folder: Path, settings: Settings) -> tuple[nn.Module, Weights | N
             f"sequence_length: expected at most {positions}, the positions that {folder.name} has, but got "
             f"{settings.sequence_length}; take shorter sequences"
         )
-    model.config.use_cache = False
     if settings.gradient_checkpointing:
         compute_again(model)
     if settings.chunked_loss:
         chunk_loss(model)
     return with_adapters(model, settings), weights
+
+
+@contextlib.contextmanager
+def without_cache(model: Any) -> Iterator[None]:
+    """Let a model keep no keys and values for later tokens; its config is what it was behind that."""
+    config = model.config.get_text_config()
+    before = getattr(config, "use_cache", False)
+    if before:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if before:
+            config.use_cache = before
 
 
 def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: Device) -> int | None:
@@ -297,12 +310,14 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
             length = min(length, positions + 1 - len(data.prompt))  # the last token is not read
 
         def sample() -> str:
-            tokens = continue_text(engine, data.prompt, length, device, end)
+            with without_cache(model):
+                tokens = continue_text(engine, data.prompt, length, device, end)
             return str(tokenizer.decode(tokens))
 
         past = _past(engine, settings, data.digest, out)
         if settings.packing is True:
-            require_apart(engine, settings.batch_size, device)
+            with without_cache(model):
+                require_apart(engine, settings.batch_size, device)
         if past.sample_before is None:
             past.sample_before = sample()
         trim_heap()
@@ -311,6 +326,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
             contextlib.closing(open_log(settings, done)) as log,
             contextlib.closing(Progress(out, steps=settings.steps)) as progress,
             Stop() as stop,
+            without_cache(model),
         ):
             training = train(engine, data, settings, progress, device, log=log, stop=stop, past=past)
         stats = engine.stats()
