@@ -338,6 +338,32 @@ def test_optimizers_of_the_configuration() -> None:
         assert_same_tensors(found, truth[expected])
 
 
+@pytest.mark.parametrize("how", ["members", "groups", "torch", "spec", "function"])
+def test_gradients_that_nobody_steps_by_are_refused(how: str) -> None:
+    """The norm would count them; frozen, they are in no norm, as DeepSpeed's has those of the optimizer alone."""
+    for freeze in (False, True):
+        model = tower()
+        some = [*model.layers[2:].parameters()]
+        given: Any = {
+            "members": {"model_parameters": iter(some)},
+            "groups": {"model_parameters": [{"params": some[:1]}, {"params": some[1:], "lr": 1e-2}]},
+            "torch": {"optimizer": torch.optim.AdamW(some, lr=1e-3)},
+            "spec": {"optimizer": offload.AdamW(some, lr=1e-3)},
+            "function": {"optimizer": lambda members: torch.optim.AdamW(members, lr=1e-3), "model_parameters": some},
+        }[how]
+        config = {"scheduler": None, "gradient_accumulation_steps": 1}
+        if not freeze:
+            with pytest.raises(ConfigError, match=r"model_parameters: .* 4 are left out, such as layers\.0\.weight, lay"):
+                initialize(model, config, **given)
+            continue
+        model.layers[:2].requires_grad_(False)
+        plain = tower()
+        plain(**batch(0)).loss.backward()
+        gradients = [p.grad for p in plain.layers[2:].parameters() if p.grad is not None]
+        with initialize(model, config, **given) as engine:
+            assert go_on(engine, 0, 1)[1] == [pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)]
+
+
 def test_lion_differs_where_there_is_no_gradient(caplog: pytest.LogCaptureFixture) -> None:
     class Rows(nn.Module):
         def __init__(self) -> None:

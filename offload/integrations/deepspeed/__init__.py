@@ -93,7 +93,8 @@ def initialize(
         The engine, its optimizer, the loader and the schedule; None for what there is not.
 
     Raises:
-        ConfigError: see :func:`config_from` and :class:`offload.Engine`.
+        ConfigError: see :func:`config_from` and :class:`offload.Engine`; or a parameter that requires a gradient is in
+            no param group.
         RanksError: another process has another model or configuration, or has failed.
         BudgetError, swap.SwapError: see :class:`offload.Engine`.
     """

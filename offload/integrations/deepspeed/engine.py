@@ -97,12 +97,30 @@ class DeepSpeedEngine(Engine):
         self._inside_no_sync = False
         self._was_taken = False
         try:
+            self._refuse_left_out()
             self.lr_scheduler = make_schedule(self.optimizer, lr_scheduler, translation.scheduler)
             self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
         except BaseException:
             self.close()
             raise
         _engines.add(self)
+
+    def _refuse_left_out(self) -> None:
+        """Refuse gradients that no param group has: norm and clipping count them, and DeepSpeed's do not.
+
+        Raises:
+            ConfigError: there would be some.
+        """
+        if self.optimizer is None:
+            return
+        trained = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        left = [name for name, one in self.module.named_parameters() if one.requires_grad and id(one) not in trained]
+        if left:
+            raise ConfigError(
+                f"model_parameters: expected all parameters that require a gradient but {len(left)} are left out, such "
+                f"as {', '.join(left[:3])}; the norm of gradients would count theirs, so freeze what model_parameters "
+                "or the optimizer leaves out: requires_grad_(False)"
+            )
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module.
