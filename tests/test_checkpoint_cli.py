@@ -17,7 +17,7 @@ from harness import assert_same_tensors, everything_on_device, tight
 from test_checkpoints import Run, directory, net, optimizer_of
 from torch import nn
 
-from offload import Engine
+from offload import AdamW, Engine
 from offload.checkpoint.format.index import Index
 from offload.checkpoint.format.reader import Source
 from offload.cli import main as cli
@@ -90,6 +90,28 @@ def test_export_of_weights(saved: tuple[Run, Path], limit: str, tmp_path: Path) 
         found = {name: load_file(tmp_path / "hf" / file)[name] for name, file in listing.items()}
     assert_same_tensors(found, expected)
     assert cli.main(words) == 1  # nothing is written over
+
+
+def test_names_of_exported_weights_are_the_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of experts in the hub are others, which save_pretrained writes; the help tells it, and who writes them."""
+    transformers = pytest.importorskip("transformers")
+    from safetensors.torch import load_file
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    heads = {"num_key_value_heads": 2, "num_local_experts": 2, "vocab_size": 32}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**shape, **heads))
+    with Engine(model, AdamW(lr=1e-3), **everything_on_device()) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.save_pretrained(tmp_path / "hub")
+        names = engine.state_dict().keys()
+    assert cli.main(["checkpoint", "export", str(tmp_path / "saved"), "--output", str(tmp_path / "hf")]) == 0
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == names
+    assert load_file(tmp_path / "hub" / "model.safetensors").keys() != names
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(["checkpoint", "export", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "by the module's names (if those of the hub differ, as of experts, engine.save_pretrained writes" in shown
 
 
 def test_export_for_torch(saved: tuple[Run, Path], tmp_path: Path) -> None:

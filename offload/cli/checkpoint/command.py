@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser, parser_class: Any) -> None:
     texts = {
         "ls": "which checkpoints are there?",
         "verify": "is every byte what was written?",
-        "export": "write the weights for Hugging Face, or everything for torch.load or torch.distributed.checkpoint",
+        "export": "write the weights in safetensors, or everything for torch.load or torch.distributed.checkpoint",
     }
     for name, text in texts.items():
         command = what.add_parser(name, allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}")
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser, parser_class: Any) -> None:
         if name == "export":
             command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write to")
             formats = (
-                "safetensors: sharded weights, as save_pretrained writes them; torch: state dicts in one file; "
+                "safetensors: sharded weights by the module's names (if those of the hub differ, as of experts, "
+                "engine.save_pretrained writes them); torch: state dicts in one file; "
                 "dcp: all of it for torch.distributed.checkpoint"
             )
             kinds = ["safetensors", "torch", "dcp"]

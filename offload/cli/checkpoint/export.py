@@ -1,4 +1,4 @@
-"""Writes a checkpoint in other formats: weights for Hugging Face, state dicts for ``torch.load``.
+"""Writes a checkpoint in other formats: weights in safetensors, state dicts for ``torch.load``.
 
 Owns what goes into them. Weights pass through a few buffers; state dicts are tensors in memory. Next:
 :mod:`offload.checkpoint.restoring` reads single tensors.
@@ -27,7 +27,9 @@ BUFFER_PREFIX = "buffer:"
 
 
 def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, deadline_s: float) -> list[Path]:
-    """Write parameters and buffers as ``save_pretrained`` does: sharded safetensors, with an index of several files.
+    """Write parameters and buffers in sharded safetensors, with an index of several files, as ``save_pretrained`` does.
+
+    Names are the module's. Of some models ``save_pretrained`` writes others, as of experts: the engine's does.
 
     Args:
         path: of the checkpoint.
