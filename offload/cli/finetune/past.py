@@ -82,8 +82,8 @@ class Past:
         past = cls(steps, evaluations, state["seconds"], state["tokens"], state["sample_before"], state["schedule"])
         if past.done > settings.steps:
             raise FinetuneError(
-                f"resume: expected at most {settings.steps} steps behind the run but got {past.done}; ask for as many with "
-                "--steps, or for more"
+                f"resume: expected at most {settings.steps} steps behind the run but got {past.done}; ask for as many "
+                "with --steps, or for more"
             )
         return past
 
