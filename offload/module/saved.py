@@ -38,6 +38,15 @@ class SavedView(NamedTuple):
     in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
+def _signed(view: torch.Tensor, saved: SavedView) -> torch.Tensor:
+    """Return a view that is read with the signs of what was saved."""
+    if saved.is_conj or saved.is_neg:
+        with no_functions(), no_dispatch():
+            view = view.conj() if saved.is_conj else view
+            view = view._neg_view() if saved.is_neg else view
+    return view
+
+
 class SavedTensors:
     """What autograd keeps of one engine's forwards. See the module's text."""
 
@@ -118,12 +127,8 @@ class SavedTensors:
                 "(by a step or by loading), so its graph is stale; run the forward again"
             )
         self._activations.balance()
-        view = manager.view_of(saved.unit, saved.form, aside=saved.in_segment)
-        if saved.is_conj or saved.is_neg:
-            with no_functions(), no_dispatch():
-                view = view.conj() if saved.is_conj else view
-                view = view._neg_view() if saved.is_neg else view
-        return view
+        # Not by a name here: the frame of a read that failed may outlive this, and would keep the view.
+        return _signed(manager.view_of(saved.unit, saved.form, aside=saved.in_segment), saved)
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,8 +29,13 @@ class _Bare(torch.optim.Optimizer):
 
 
 _HOLDS = ("state", "param_groups")  # what a copy has of its own
-_OF_TORCH = frozenset(vars(_Bare([torch.zeros(1, device="cpu")], {}))) - {"defaults", *_HOLDS}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@functools.cache  # not where this is imported: torch takes a second for its first optimizer
+def _of_torch() -> frozenset[str]:
+    """Return the attributes that torch gives every optimizer, but those that a class may change."""
+    return frozenset(vars(_Bare([torch.zeros(1, device="cpu")], {}))) - {"defaults", *_HOLDS}
 
 
 class Copies:
@@ -51,7 +57,7 @@ class Copies:
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return a copy with these param groups and no states."""
         optimizer = self._optimizer
-        of_torch = {name: value for name, value in vars(optimizer).items() if name in _OF_TORCH}
+        of_torch = {name: value for name, value in vars(optimizer).items() if name in _of_torch()}
         made: torch.optim.Optimizer = object.__new__(type(optimizer))
         vars(made).update(of_torch, **copy.deepcopy(self._own))
         vars(made).update((name, collections.OrderedDict()) for name in of_torch if name.startswith("_optimizer_"))
@@ -87,7 +93,7 @@ class Copies:
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the attributes that are neither torch's own nor an engine's."""
     # `step` is there where a scheduler counts the calls, too
-    return {name: value for name, value in vars(optimizer).items() if name not in {*_OF_TORCH, *_HOLDS, *GIVEN}}
+    return {name: value for name, value in vars(optimizer).items() if name not in {*_of_torch(), *_HOLDS, *GIVEN}}
 
 
 def is_plain(value: object) -> bool:
