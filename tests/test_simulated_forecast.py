@@ -20,9 +20,9 @@ from offload import AdamW, Config, Engine
 from offload.planning.hardware import DESKTOP, H200, Hardware
 from offload.planning.lanes import COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
 from offload.planning.partition import find_units
-from offload.planning.played import Gradient, awaited_of
 from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.timing import Timing, timing_of
+from offload.planning.waits import Gradient, awaited_of
 from offload.planning.work import work_of
 from offload.request import unit_bytes_of
 

@@ -33,6 +33,7 @@ from offload.planning.plan import LARGE_CHUNK_NUMEL, MOST_QUEUED, Plan
 from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.roles import Role
 from offload.planning.units import Unit
+from offload.planning.waits import leaves_of
 
 STEPS = 2  # that are played
 AHEAD = 2  # units that come while another one is used
@@ -82,8 +83,7 @@ class _Way:
     Attributes:
         unit: which.
         gradient, update: bytes.
-        leaves: shares of the unit's backward behind each of which the host waits for a part, and what part; the last
-            one comes when all is computed.
+        leaves: of :func:`leaves_of`.
         home: of its parameters.
         early: it may be updated during backward.
         aside_bytes: of the drive for that.
@@ -150,46 +150,6 @@ def play(
     return _Play(plan, hardware, backward, forward, saved, clips=clips, sums=sums, fixed_s=fixed_s).result()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Gradient:
-    """That of one parameter: its unit, when it comes in the unit's backward, what part of the unit, and bytes."""
-
-    unit: int
-    share: float
-    part: float
-    size_bytes: int
-
-
-def awaited_of(come: Sequence[Gradient], room_bytes: int) -> set[int]:
-    """Return the numbers of gradients that the host's thread waits for: of the last ones of what leaves together.
-
-    Those of a unit leave together, but for the ones before a wait. The thread waits for the oldest unit if all units on
-    their way leave no room for the next gradient, and for the oldest of all if these of its own unit do not.
-    """
-    awaited, batch_bytes, first = set[int](), 0, 0
-    units, batches = deque[tuple[int, int]](), deque[tuple[int, int]]()  # bytes, and the number of the last one
-    for number, gradient in enumerate(come):
-        if number and come[number - 1].unit != gradient.unit:
-            units.append((sum(each.size_bytes for each in come[first:number]), number - 1))
-            batches.append((batch_bytes, number - 1))
-            batch_bytes, first = 0, number
-        while units and sum(size for size, _ in units) + gradient.size_bytes > room_bytes:
-            awaited.add(units.popleft()[1])
-            while batches and batches[0][1] <= max(awaited):
-                batches.popleft()
-        while sum(size for size, _ in batches) + batch_bytes + gradient.size_bytes > room_bytes:
-            if batch_bytes:
-                batches.append((batch_bytes, number - 1))
-                batch_bytes = 0
-            if not batches:
-                break
-            awaited.add(batches.popleft()[1])
-            while units and units[0][1] <= max(awaited):
-                units.popleft()
-        batch_bytes += gradient.size_bytes
-    return awaited
-
-
 class _Play:
     """Processes over the units of one plan. See the module's text."""
 
@@ -218,9 +178,9 @@ class _Play:
         self._is_beside = plan.beside_drive()
         self._first = _Line(float((plan.staging_slots - plan.slots_beside) * plan.staging_slot_bytes))
         self._beside = _Line(float(plan.slots_beside * plan.staging_slot_bytes))
-        trained = [unit for unit in self._units if unit.trainable and not plan.on_device(unit)]
-        leaves = self._leaves({unit.index: unit for unit in trained})
-        self._ways = {unit.index: self._way(unit, leaves[unit.index]) for unit in trained}
+        trained = {unit.index: unit for unit in self._units if unit.trainable and not plan.on_device(unit)}
+        leaves = leaves_of(backward.order, trained, backward.gradients, plan.grad_staging_bytes)
+        self._ways = {index: self._way(unit, leaves[index]) for index, unit in trained.items()}
         self._changed = Moment()  # of what a process that updates may wait for
         self._taken = Moment()  # of the gradient that came last; they are taken one by one
         self._taken.has_come = True
@@ -235,30 +195,6 @@ class _Play:
         self._here_until_s = 0.0  # until when the host's thread passes
         self._early: set[int] = set()
         self._ends: list[float] = []
-
-    def _leaves(self, trained: Mapping[int, Unit]) -> dict[int, list[tuple[float, float]]]:
-        """Return :attr:`_Way.leaves` of each unit."""
-        come = [
-            Gradient(index, share, numel / trained[index].numel, numel * trained[index].itemsize)
-            for index in self._backward.order
-            if index in trained
-            for numel, share in self._backward.gradients.get(index) or ((trained[index].numel, 1.0),)
-        ]
-        awaited = awaited_of(come, self._plan.grad_staging_bytes)
-        found: dict[int, list[tuple[float, float]]] = {index: [] for index in trained}
-        left: dict[int, float] = dict.fromkeys(trained, 1.0)
-        part = 0.0
-        for number, gradient in enumerate(come):
-            part += gradient.part
-            is_last = number + 1 == len(come) or come[number + 1].unit != gradient.unit
-            if is_last:
-                found[gradient.unit].append((1.0, left[gradient.unit]))
-            elif number in awaited:
-                found[gradient.unit].append((gradient.share, part))
-                left[gradient.unit] -= part
-            if is_last or number in awaited:
-                part = 0.0
-        return found
 
     def _way(self, unit: Unit, leaves: Sequence[tuple[float, float]]) -> _Way:
         plan, home = self._plan, self._plan.home(unit, Role.PARAM)

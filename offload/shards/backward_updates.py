@@ -138,7 +138,7 @@ class BackwardUpdates(Updates[_Guess]):
         Args:
             guess: what the step is likely to do, None where no guess is worth its while. It is called once per step,
                 when the first gradient is complete.
-            completed: units whose gradients are since the last time.
+            completed: units whose gradients have become complete since the last time.
         """
         self.completed += len(completed)
         if not (self.has_room and (completed or self.has_more_to_do)):

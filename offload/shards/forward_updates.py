@@ -81,7 +81,7 @@ class ForwardUpdates(Updates[Update]):
         """Begin with nothing to do; `schedules` tell which room on the device new parameters may have."""
         super().__init__(tiers, safe_point, aside=False)
         self._schedules = schedules if tiers.shared is None else None  # else a part of each unit is updated here
-        self._slots_beside = tiers.plan.slots_beside if self._beside_drive else 0
+        self._slots_beside = tiers.plan.slots_beside
         self._queues = self._new_queues()
         self._joining: list[Update] = []  # that are in no queue yet: the drive still works for the backward
         self._idle: list[Buffer] = []  # memory of gradients that they will have as slots
