@@ -28,8 +28,9 @@ from offload import LAMB, SGD, Adam, AdamW, CheckpointError, Engine, Lion, State
 from offload.checkpoint.format import folder as folders
 from offload.checkpoint.format import writer as writers
 from offload.checkpoint.format.index import Index
+from offload.checkpoint.format.locks import lock
 from offload.checkpoint.format.reader import Source
-from offload.checkpoint.format.staging import Staging, lock
+from offload.checkpoint.format.staging import Staging
 from offload.checkpoint.restoring import read_tensor
 from swap import Fault, FaultTarget, SwapError, SwapFullError
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from offload.checkpoint.format.index import FILE_NAME, DamagedError, Index
+from offload.checkpoint.format.locks import lock, open_to_lock, unlock
 from offload.checkpoint.format.small_files import write_text
-from offload.checkpoint.format.staging import lock, open_to_lock, unlock
 from offload.errors import CheckpointError
 from swap.errors import SwapFullError, format_bytes
 

@@ -1,6 +1,6 @@
 """A few buffers between memory and the files of a checkpoint, and the thread that takes checksums of them.
 
-Owns the buffers, who has them, the checksums of blocks, and locks of files. Knows neither torch nor tensors. Next:
+Owns the buffers, who has them, and the checksums of blocks. Knows neither torch nor tensors. Next:
 :mod:`offload.checkpoint.format.writer` and :mod:`offload.checkpoint.format.reader`.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import zlib
@@ -221,42 +220,3 @@ class OpenFile:
         if self.direct:
             os.close(self.direct_fd)
         os.close(self.fd)
-
-
-def lock(fd: int, *, shared: bool = False) -> bool:
-    """Lock a file for this process, until :func:`unlock`; False where another one has it."""
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
-def open_to_lock(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file for :func:`lock`; children that are forked do not keep it open, and so locked."""
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
-    _locked.add(fd)
-    return fd
-
-
-def unlock(fd: int) -> None:
-    """Give a lock back, whoever else has the file open, and close it; in a forked child, it is closed already."""
-    if fd in _locked:
-        _locked.remove(fd)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
-
-
-_locked: set[int] = set()  # opened by this process
-
-
-def _close_in_child() -> None:
-    for fd in _locked:
-        os.close(fd)
-    _locked.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
