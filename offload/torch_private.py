@@ -112,8 +112,12 @@ _hookless_lock = threading.Lock()
 def no_hooks_of_steps() -> Iterator[None]:
     """Let optimizers step without the hooks that are registered for all of them.
 
-    Torch gets empty registries meanwhile. Its own stay as they are: a hook may run this while torch iterates over them.
+    If there are any, torch gets empty registries meanwhile. Its own stay as they are: a hook may run this while torch
+    iterates over them.
     """
+    if not any(_HOOKS_OF_STEPS.values()):
+        yield
+        return
     with _hookless_lock:
         _hookless[0] += 1
         vars(_steps).update((name, OrderedDict()) for name in _HOOKS_OF_STEPS)
