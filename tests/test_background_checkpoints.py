@@ -27,7 +27,7 @@ from torch import nn
 from offload import BudgetError, CheckpointError, Engine
 from offload.background import PendingCheckpoint
 from offload.checkpoint.format import folder as folders
-from offload.checkpoint.format import staging
+from offload.checkpoint.format import locks
 from offload.checkpoint.format import writer as writers
 from offload.memory.budget import Tier
 from offload.shards.held import Held
@@ -425,7 +425,7 @@ def test_a_lock_ends_with_what_it_was_taken_for(tmp_path: Path) -> None:
     folder = folders.Folder(tmp_path)
     with contextlib.ExitStack() as last:
         with folder.writing():
-            for fd in staging._locked:
+            for fd in locks._locked:
                 last.callback(os.close, os.dup(fd))
         with folder.writing():
             pass
