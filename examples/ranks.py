@@ -20,6 +20,8 @@ parser.add_argument("--stage", type=int, default=2)
 given = parser.parse_args()
 
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+if given.micro_batches % world:
+    parser.error(f"--micro-batches: expected a multiple of the {world} processes but got {given.micro_batches}")
 if world > 1:
     distributed.init_process_group("gloo")
 torch.set_num_threads(1)  # the forward has the same bits with the same number of threads

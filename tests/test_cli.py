@@ -523,6 +523,15 @@ def test_every_engine_option_reaches_the_engine(tmp_path: Path) -> None:
     assert made.engine_options == expected
 
 
+@pytest.mark.parametrize("name", ["max_grad_norm", "gradient_accumulation_steps"])
+def test_a_file_does_not_say_what_the_run_says(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(f'{{"{name}": 4}}')
+    given = cli.build_parser().parse_args([*REQUIRED, "--config", str(tmp_path / "config")])
+    word = f"--{name.replace('_', '-')}"
+    with pytest.raises(FinetuneError, match=f"{name}: expected it as {word} but .*; pass {word}"):
+        settings_of(given)
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def make() -> None:
         (tmp_path / "missing" / "folder").mkdir()
@@ -752,6 +761,18 @@ def test_a_sample_ends_where_positions_end(tmp_path: Path, monkeypatch: pytest.M
     assert lengths[2:] == [0, 0]
     with pytest.raises(FinetuneError, match=r"sequence_length: expected at most 24, the positions .* but got 25"):
         finetune.run(dataclasses.replace(run, sequence_length=25), stream=io.StringIO())
+
+
+def test_what_is_generated_ends_where_positions_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run_of_24_positions(tmp_path)
+    line = ["generate", "--model", str(tmp_path / "model"), "--device", "cpu", "--device-memory", "64MiB"]
+    line += ["--cpu-memory", "64MiB", "--temperature", "0", "--prompt"]
+    assert cli.main([*line, "the quick ", "--max-new-tokens", "15"]) == 0
+    assert "positions" not in capsys.readouterr().err
+    assert cli.main([*line, "the quick ", "--max-new-tokens", "16"]) == 0
+    assert "at most 15 new tokens: the model has 24 positions" in capsys.readouterr().err
+    assert cli.main([*line, "the quick " * 3]) != 0
+    assert "prompt: expected at most 24 tokens, the model's positions, but got 30" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cached", [True, False])

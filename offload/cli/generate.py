@@ -16,7 +16,14 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from offload.cli.models import load_engine, load_tokenizer, quiet_transformers, require_model, tokenizer_folder
+from offload.cli.models import (
+    load_engine,
+    load_tokenizer,
+    positions_of,
+    quiet_transformers,
+    require_model,
+    tokenizer_folder,
+)
 from offload.cli.options import option
 from offload.errors import ConfigError
 
@@ -76,18 +83,35 @@ def run(settings: GenerateSettings, engine_options: Mapping[str, Any]) -> None:
     inputs = _inputs(tokenizer, settings)
     engine = load_engine(settings.model, settings.adapter, dict(engine_options))
     with contextlib.closing(engine), quiet_transformers():
+        most = _length(settings.max_new_tokens, inputs["input_ids"].shape[1], positions_of(engine.module))
         torch.manual_seed(settings.seed)
         given = {name: value.to(engine.device) for name, value in inputs.items()}
         begin = time.perf_counter()
         made = engine.generate(
             **given,
-            max_new_tokens=settings.max_new_tokens,
+            max_new_tokens=most,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             **settings.sampling(),
         )
         seconds = time.perf_counter() - begin
     count = made.shape[1] - given["input_ids"].shape[1]
     print(f"{count} tokens in {seconds:.1f} s: {count / seconds:.2f} tokens/s", file=sys.stderr)
+
+
+def _length(asked: int, prompt: int, positions: int | None) -> int:
+    """Return how many tokens a model can add to a prompt; says so if that is fewer than what is asked for.
+
+    Raises:
+        ConfigError: the prompt is longer than the table of positions.
+    """
+    if positions is None:
+        return asked
+    if prompt > positions:
+        raise ConfigError(f"prompt: expected at most {positions} tokens, the model's positions, but got {prompt}")
+    most = positions - prompt + 1  # nobody reads the last one
+    if most < asked:
+        print(f"at most {most} new tokens: the model has {positions} positions", file=sys.stderr)
+    return min(asked, most)
 
 
 def _inputs(tokenizer: Any, settings: GenerateSettings) -> dict[str, Any]:

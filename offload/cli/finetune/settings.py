@@ -144,6 +144,10 @@ class Settings:
 
     def _check_companions(self) -> None:
         """Refuse options that say nothing without another one, or beside it."""
+        for name in ("max_grad_norm", "gradient_accumulation_steps"):
+            if name in self.engine_options:
+                word = f"--{name.replace('_', '-')}"
+                raise FinetuneError(f"{name}: expected it as {word} but got it among the engine's; pass {word}")
         for name in ("lora_rank", "lora_alpha", "lora_targets"):
             if getattr(self, name) is not None and self.peft is None:
                 raise FinetuneError(f"{name}: expected peft beside it but got none; add --peft lora")
