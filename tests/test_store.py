@@ -887,6 +887,17 @@ def test_forked_child_gets_a_clear_error_and_keeps_no_space(store: SwapStore) ->
     assert get(store, "a") == pattern(BLOCK)
 
 
+def test_forked_child_has_no_ring(store: SwapStore) -> None:
+    """A mapping of the ring holds the files and the memory that are registered with it."""
+    rings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "io_uring" in line]
+    assert rings or store.engine != "io_uring"
+
+    def child() -> None:
+        assert "io_uring" not in Path("/proc/self/maps").read_text()
+
+    assert in_child(child) == 0
+
+
 @pytest.mark.parametrize("hang", [False, True])
 def test_interpreter_exit_with_a_transfer_in_flight(engine: str, tmp_path: Path, hang: bool) -> None:
     script = f"""

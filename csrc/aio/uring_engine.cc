@@ -72,6 +72,8 @@ class Ring {
             if (result != -EINVAL) break;
         }
         if (result < 0) throw std::system_error(-result, std::generic_category(), "io_uring_queue_init");
+        // A forked child would keep the ring, and with it files without a name and pinned memory.
+        (void)io_uring_ring_dontfork(&ring_);
     }
     Ring(const Ring&) = delete;
     Ring& operator=(const Ring&) = delete;
