@@ -24,6 +24,7 @@ from test_aio import in_child
 from test_store import BLOCK, descriptors, get, put
 from test_store import engine as engine  # a fixture
 
+import swap.io.files
 from swap import (
     Fault,
     FaultAction,
@@ -39,6 +40,7 @@ from swap import (
 from swap.durable.disk import Disk
 from swap.durable.manifest import Manifest
 from swap.durable.records import decode_key, decode_record, encode_key, encode_record
+from swap.io.files import SwapFile
 from swap.space.mapping import Version
 
 T = TypeVar("T")
@@ -242,6 +244,36 @@ def test_a_power_cut_while_growing_leaves_a_committed_state(tmp_path: Path) -> N
         with SwapStore(image, 2 * CAPACITY, mode=Mode.DURABLE) as store:
             assert contents(store) in possible, nth
     pytest.fail("no run passed")
+
+
+def test_a_run_that_cannot_be_created_leaves_no_room_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, calls, real = [tmp_path / "a", tmp_path / "b"], [], swap.io.files.preallocate
+    for path in paths:
+        path.mkdir()
+
+    def preallocate_once(fd: int, length: int, first: int = 0) -> int:
+        calls.append(length)
+        return errno.ENOSPC if len(calls) == 2 else real(fd, length, first)
+
+    monkeypatch.setattr(swap.io.files, "preallocate", preallocate_once)
+    with pytest.raises(SwapFullError):
+        open_store(paths)
+    assert [os.stat(path / "swap.data").st_blocks for path in paths] == [0, 0]
+    assert reopened(paths) == {}
+
+
+def test_the_rest_of_a_creation_is_room_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "swap.data"
+    with data.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, CAPACITY)
+    room = data.stat().st_blocks * 512 + BLOCK  # of all the drive
+
+    def rest(file: SwapFile) -> int:
+        return room - data.stat().st_blocks * 512
+
+    monkeypatch.setattr(swap.io.files, "free_bytes_of", rest)
+    assert reopened(tmp_path) == {}
+    assert data.stat().st_size == CAPACITY
 
 
 def test_checksums_are_kept_and_may_be_left_out(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Next: `manifest` for the mapping itself, `commits` for when it is committed.
 
 A run is created in this order: data files of full size, the manifest, the first blocks of the data files. What a crash
 leaves in between is told from a foreign file and from a lost manifest: a first block that was never written is zeros.
+Without a manifest, the next creation gives its room back, and so does one that fails.
 """
 
 from __future__ import annotations
@@ -208,6 +209,9 @@ def _create(
     for directory in directories:
         _check_no_run(directory)
     files = _open_files(directories, undo)
+    path = os.path.join(directories[0], MANIFEST_NAME)
+    _empty(files, path)  # of the rest of a creation that a crash ended, whose room is not free
+    undo.callback(_empty, files, path)
     alignment = max(file.alignment for file in files)
     capacity = capacity_bytes // alignment * alignment
     if capacity < 2 * alignment * len(files):
@@ -221,9 +225,8 @@ def _create(
             f"weights: expected a share of at least {2 * alignment} bytes per path but got {min(sizes)} of {capacity}"
         )
     facts = RunFacts(secrets.token_hex(8), granule_for(alignment), tuple(sizes))
-    manifest = Manifest(os.path.join(directories[0], MANIFEST_NAME), facts, disk)
+    manifest = Manifest(path, facts, disk)
     for file, size in zip(files, sizes, strict=True):
-        os.ftruncate(file.fd, 0)  # the rest of a creation that a crash ended may be longer
         reserve(file, size)
         disk.sync(file.fd)
         disk.sync_directory(file.directory)
@@ -232,6 +235,13 @@ def _create(
     for index, directory in enumerate(directories):
         _write_header(os.path.join(directory, DATA_NAME), facts, index, disk)
     return RunDirectory(files, sizes, alignment, manifest, {}, locks)
+
+
+def _empty(files: Sequence[SwapFile], manifest_path: str) -> None:
+    """Give the room of data files back, of which no manifest tells."""
+    if not os.path.exists(manifest_path):
+        for file in files:
+            os.ftruncate(file.fd, 0)
 
 
 def _check_no_run(directory: str) -> None:
