@@ -295,15 +295,16 @@ class UringEngine final : public Engine {
     }
 
     int submit_and_wait() {
+        if (!queue_.held_back()) return io_uring_submit_and_wait(ring_, 1);
+        io_uring_cqe* cqe = nullptr;
+        __kernel_timespec limit{};
+        limit.tv_nsec = static_cast<long long>(RequestQueue::kCourtesyS * 1e9);
 #ifdef OFFLOAD_LIBURING_HAS_SPARSE
-        if (queue_.held_back()) {
-            io_uring_cqe* cqe = nullptr;
-            __kernel_timespec limit{};
-            limit.tv_nsec = static_cast<long long>(RequestQueue::kCourtesyS * 1e9);
-            return io_uring_submit_and_wait_timeout(ring_, &cqe, 1, &limit, nullptr);
-        }
+        return io_uring_submit_and_wait_timeout(ring_, &cqe, 1, &limit, nullptr);
+#else
+        const int result = io_uring_submit(ring_);
+        return result < 0 ? result : io_uring_wait_cqe_timeout(ring_, &cqe, &limit);
 #endif
-        return io_uring_submit_and_wait(ring_, 1);
     }
 
     void issue_waiting() {
