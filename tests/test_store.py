@@ -1068,3 +1068,28 @@ def test_wait_all_gives_one_deadline_to_all_and_the_first_failure(store: SwapSto
         store.clear_faults()
     with pytest.raises(SwapError, match="EIO"):
         wait_all(tickets)
+
+
+def test_get_from_the_snapshot_of_a_store_that_is_gone(engine: str, tmp_path: Path) -> None:
+    """With checksums, whose threads have ended with the engine."""
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from aligned_memory import Memory
+        from swap import Mode, SwapError, SwapStore
+        memory = Memory({BLOCK})
+        store = SwapStore({str(tmp_path)!r}, {MIB}, engine={engine!r}, mode=Mode.DURABLE)
+        store.put("a", memory.address, {BLOCK}).wait()
+        store.commit()
+        snapshot = store.snapshot()
+        del store
+        try:
+            snapshot.get("a", memory.address, {BLOCK})
+        except SwapError as error:
+            print(error)
+        del snapshot
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "closed" in done.stdout

@@ -32,7 +32,7 @@ void sum(Operation& operation) {
 
 void ChecksumWorkers::start() {
     std::lock_guard<std::mutex> guard(mutex_);
-    if (!workers_.empty()) return;
+    if (stop_ || !workers_.empty()) return;
     for (unsigned i = 0; i < kWorkers; ++i) {
         try {
             workers_.emplace_back([this] { run(); });
@@ -57,13 +57,14 @@ void ChecksumWorkers::push(OperationPtr operation) {
 }
 
 void ChecksumWorkers::stop() {
+    std::vector<std::thread> workers;
     {
         std::lock_guard<std::mutex> guard(mutex_);
         stop_ = true;
+        workers.swap(workers_);
     }
     wake_.notify_all();
-    for (auto& worker : workers_) worker.join();
-    workers_.clear();
+    for (auto& worker : workers) worker.join();
 }
 
 void ChecksumWorkers::run() {

@@ -28,7 +28,8 @@ class ChecksumWorkers {
     /// Only after stop().
     ~ChecksumWorkers() = default;
 
-    /// Start the workers unless they run.  Throws std::system_error when not even one can be started.
+    /// Start the workers unless they run or were stopped.  Throws std::system_error when not even one can be
+    /// started.
     void start();
 
     /// Sum a write's bytes or compare a read's (its I/O is over), then call `done`.  After start().
