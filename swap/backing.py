@@ -17,7 +17,7 @@ from swap.durable.run_directory import RunDirectory, grow, open_run
 from swap.errors import SwapError
 from swap.io.files import SwapFile, create_scratch, open_error, reserve
 from swap.space.allocation import Space
-from swap.space.mapping import Version, VersionMap
+from swap.space.mapping import Version
 
 
 class Mode(Enum):
@@ -60,8 +60,12 @@ class Backing:
         """Descriptors in the order in which they are to be closed; the locks come last."""
         return [file.fd for file in self.files] + (self.run.locks if self.run else [])
 
-    def grow(self, more: Sequence[int], mapping: VersionMap) -> list[int]:
+    def grow(self, more: Sequence[int], committed: Mapping[Hashable, Version]) -> list[int]:
         """Make the files longer by so many bytes each; returns their sizes. No commit may be under way.
+
+        Args:
+            more: bytes per file.
+            committed: what the last commit left, by key.
 
         Raises:
             SwapFullError: no room.
@@ -71,7 +75,7 @@ class Backing:
         sizes = [size + added for size, added in zip(have, more, strict=True)]
         if self.run is not None:
             try:
-                grow(self.files, self.run.manifest, mapping.committed, sizes, self.disk)
+                grow(self.files, self.run.manifest, committed, sizes, self.disk)
                 return sizes
             except OSError as error:
                 if isinstance(error, SwapError):

@@ -14,7 +14,7 @@ from swap.backing import Backing
 from swap.errors import SwapError, error_class
 from swap.io.files import divide_capacity
 from swap.space.contents import Contents
-from swap.space.mapping import Changes, Version
+from swap.space.mapping import Changes
 from swap.transfers import Transfers
 
 
@@ -32,37 +32,44 @@ class Commits:
         self._manifest = backing.run.manifest if backing.run else None
         self._disk = backing.disk
         self._one_at_a_time = threading.Lock()
-        self._doubtful: list[Version] = []  # in a manifest that may or may not be the one on the drive
 
     def commit(self, limit_s: float, mark: tuple[int, int] | None = None) -> None:
         """See `SwapStore.commit`."""
         with self._one_at_a_time:
             self._transfers.await_puts(limit_s)
-            with self._lock:
-                self._check_failed_puts()
-                changes = self._map.begin_commit()
+            done: Changes | None = None
             try:
-                self._make_durable(changes, mark)
-            except BaseException:
                 with self._lock:
-                    if self._manifest is not None and self._manifest.doubtful:
-                        self._hold_doubtful(changes)
-                    self._map.end_commit(changes, success=False)
+                    self._check_failed_puts()
+                    changes = self._map.begin_commit()
+                self._make_durable(changes, mark)
+                done = changes
+                with self._lock:
+                    self._map.end_commit(changes)
+            except BaseException as error:
+                with self._lock:
+                    if self._manifest is not None and not isinstance(error, SwapError):
+                        self._manifest.doubtful = True  # Ctrl-C: what the drive and the mapping have may differ
+                    if done is not None:
+                        self._map.end_commit(done)
+                        if self._manifest is not None:
+                            self._manifest.doubtful = False
+                    elif self._manifest is None or not self._manifest.doubtful:
+                        self._map.let_go()
                 raise
-            with self._lock:
-                self._map.end_commit(changes, success=True)
-                self._release_doubtful()
 
     def abort(self) -> None:
         """See `SwapStore.abort`."""
         with self._one_at_a_time:
+            with self._lock:
+                committed = self._map.committed
             if self._manifest is not None and self._manifest.doubtful:
                 # The drive may hold the commit that failed. Before its extents are used again it must be undone there.
-                self._manifest.rewrite(self._map.committed)
+                self._manifest.rewrite(committed)
             with self._lock:
                 self._puts.forget_all()
                 self._map.abort()
-                self._release_doubtful()
+                self._map.let_go()
 
     def grow(self, capacity_bytes: int, weights: Sequence[float] | None) -> None:
         """See `SwapStore.grow`. A manifest that says so is written anew, as of the last commit."""
@@ -70,10 +77,12 @@ class Commits:
             space = self._backing.space
             more = (capacity_bytes - space.capacity_bytes) // space.alignment * space.alignment
             if more > 0:
-                sizes = self._backing.grow(divide_capacity(self._files, more, space.alignment, weights), self._map)
+                with self._lock:
+                    committed = self._map.committed
+                sizes = self._backing.grow(divide_capacity(self._files, more, space.alignment, weights), committed)
                 with self._lock:
                     space.grow(sizes)
-                    self._release_doubtful()
+                    self._map.let_go()
 
     def _make_durable(self, changes: Changes, mark: tuple[int, int] | None) -> None:
         manifest = self._manifest
@@ -112,14 +121,3 @@ class Commits:
                 remedy="put or delete it again, or abort",
                 detail=str(error),
             )
-
-    def _hold_doubtful(self, changes: Changes) -> None:
-        for version in changes.values():
-            if version is not None:
-                self._map.hold(version)
-                self._doubtful.append(version)
-
-    def _release_doubtful(self) -> None:
-        versions, self._doubtful = self._doubtful, []
-        for version in versions:
-            self._map.release(version)

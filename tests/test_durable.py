@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import pytest
@@ -776,6 +777,80 @@ def test_interrupt_at_any_operation_of_a_commit(
             assert reopened(copy) == wanted
             store.commit(mark=(3, 3) if marked else None)
         assert reopened(directory) == {**wanted, "b": pattern(40 * BLOCK, 4)}
+        if not interrupted:
+            assert nth > 8
+            return
+    pytest.fail("no run passed")
+
+
+class Interrupt:
+    """Raises at the nth call or return of functions in the books of commits."""
+
+    BOOKS = ("swap/commits.py", "swap/space/mapping.py")
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def __call__(self, frame: FrameType, event: str, value: object) -> Interrupt | None:
+        if not frame.f_code.co_filename.endswith(self.BOOKS):
+            return None
+        if event in ("call", "return"):
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+        return self
+
+
+class Unflushed(Disk):
+    """Takes no time for flushes."""
+
+    def sync(self, fd: int) -> None:
+        pass
+
+    def sync_directory(self, path: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("answer", ["repeat", "abort"])
+def test_interrupt_in_the_books_of_a_commit(tmp_path: Path, answer: str) -> None:
+    """Memory and drive have the same state, the old one or the new one. What is repeated lacks nothing."""
+    old = {"a": pattern(12 * BLOCK, 1), "b": pattern(BLOCK, 2)}
+    new = {"a": pattern(12 * BLOCK, 3), "c": pattern(BLOCK, 4)}
+    for nth in range(1, 100):
+        directory, copy = tmp_path / str(nth), tmp_path / f"{nth}-copy"
+        directory.mkdir()
+        with open_store(directory, disk=Unflushed()) as store:
+            for key, data in old.items():
+                put(store, key, data)
+            store.commit()
+            for key, data in new.items():
+                put(store, key, data)
+            store.delete("b")
+            before, interrupted = sys.gettrace(), False
+            sys.settrace(Interrupt(nth))
+            try:
+                store.commit()
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                sys.settrace(before)
+            put(store, "d", pattern(12 * BLOCK, 5))
+            shutil.copytree(directory, copy)
+            assert reopened(copy) in (old, new)
+            shutil.rmtree(copy)
+            store.delete("d")
+            if answer == "repeat":
+                store.commit()
+            else:
+                store.abort()
+            wanted = contents(store)
+            assert wanted == new or (wanted == old and interrupted and answer == "abort"), nth
+            assert store.used_bytes == (1 + 13) * BLOCK  # a file begins with one
+            put(store, "d", pattern(45 * BLOCK, 6))  # in what is free now
+            shutil.copytree(directory, copy)
+            assert reopened(copy) == wanted
+            store.commit()
+        assert reopened(directory) == {**wanted, "d": pattern(45 * BLOCK, 6)}
         if not interrupted:
             assert nth > 8
             return

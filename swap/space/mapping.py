@@ -9,7 +9,10 @@ Next: `objects` decides when a put takes effect, `commits` when a commit does.
                                      ^                        |        |
                                      +-------- abort ---------+        +--> snapshots
 
-A version is freed when nothing holds it any more: neither mapping, no snapshot, no transfer.
+A version is freed when nothing holds it any more: neither mapping, no snapshot, no transfer. What a commit writes down
+is kept besides, until it is known which state the drive has.
+
+Ctrl-C may come anywhere. So a change is noted before it is made, and a commit takes effect by one assignment.
 """
 
 from __future__ import annotations
@@ -56,6 +59,8 @@ class VersionMap:
         self._working: dict[Hashable, Version] = {}
         self._committed: dict[Hashable, Version] | None = {} if explicit_commit else None
         self._changed: set[Hashable] = set()
+        self._kept: set[Version] = set()  # by a commit under way or in doubt: not freed, although nothing holds them
+        self._decided: Changes = {}  # of a commit that has taken effect: what of it the committed mapping may lack
         for mapping in (self._working, self._committed):
             if mapping is not None:
                 for key, version in versions.items():
@@ -70,6 +75,7 @@ class VersionMap:
     @property
     def committed(self) -> Mapping[Hashable, Version]:
         """What the last commit left; the working mapping where every change is committed at once."""
+        self._catch_up()
         return self._working if self._committed is None else self._committed
 
     @property
@@ -85,19 +91,22 @@ class VersionMap:
         """Undo one `hold`; the last one frees the version."""
         assert version.holders > 0, "a version was released more often than held"
         version.holders -= 1
-        if version.holders == 0:
+        if version.holders == 0 and version not in self._kept:
             self._space.free(version.pieces)
 
     def put(self, key: Hashable, version: Version) -> None:
         """Map `key` to a version."""
+        self._note_change(key)
         self.hold(version)
         old = self._working.get(key)
         self._working[key] = version
-        self._note_change(key, old)
+        if old is not None:
+            self.release(old)
 
     def remove(self, key: Hashable) -> None:
         """Forget `key`, which is mapped."""
-        self._note_change(key, self._working.pop(key))
+        self._note_change(key)
+        self.release(self._working.pop(key))
 
     def after(self, changes: Changes) -> dict[Hashable, Version]:
         """What the committed mapping will be when `changes` have taken effect."""
@@ -110,33 +119,29 @@ class VersionMap:
         return mapping
 
     def begin_commit(self) -> Changes:
-        """Take the changes since the last commit; `end_commit` must follow."""
+        """Return the changes since the last commit and keep their versions; `end_commit` or `let_go` must follow."""
+        self._catch_up()
         changes: Changes = {key: self._working.get(key) for key in self._changed}
-        self._changed = set()
-        for version in changes.values():
-            if version is not None:
-                self.hold(version)
+        self._kept.update({version for version in changes.values() if version is not None})
         return changes
 
-    def end_commit(self, changes: Changes, *, success: bool) -> None:
-        """Let the changes take effect in the committed mapping, or put them back among what is not committed."""
-        assert self._committed is not None
-        if not success:
-            self._changed |= changes.keys()
-        for key, version in changes.items():
-            if not success:
-                stale = version
-            elif version is None:
-                stale = self._committed.pop(key, None)
-            else:
-                stale = self._committed.get(key)
-                self._committed[key] = version  # the hold of begin_commit goes over to the mapping
-            if stale is not None:
-                self.release(stale)
+    def end_commit(self, changes: Changes) -> None:
+        """Let the changes of a commit take effect in the committed mapping. May be repeated after an interrupt."""
+        self._decided = changes
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free what a commit has kept, as far as nothing holds it."""
+        self._catch_up()
+        while self._kept:
+            version = self._kept.pop()
+            if version.holders == 0:
+                self._space.free(version.pieces)
 
     def abort(self) -> None:
         """Make the working mapping the committed one again."""
         assert self._committed is not None
+        self._catch_up()
         for key in self._changed:
             old = self._working.pop(key, None)
             if (version := self._committed.get(key)) is not None:
@@ -153,8 +158,28 @@ class VersionMap:
             self.hold(version)
         return versions
 
-    def _note_change(self, key: Hashable, old: Version | None) -> None:
+    def _note_change(self, key: Hashable) -> None:
         if self._committed is not None:
             self._changed.add(key)
-        if old is not None:
-            self.release(old)
+
+    def _catch_up(self) -> None:
+        """Let the committed mapping have what is decided. An interrupt leaves the rest of it to the next call."""
+        if not self._decided:
+            return
+        assert self._committed is not None
+        for key, version in self._decided.items():
+            old = self._committed.get(key)
+            if old is version:
+                continue
+            if old is not None:
+                self._kept.add(old)
+            # No calls from here on: an interrupt comes before or behind all of it.
+            if version is None:
+                del self._committed[key]
+            else:
+                self._committed[key] = version
+                version.holders += 1
+            if old is not None:
+                old.holders -= 1
+        self._changed = {key for key in self._changed if self._working.get(key) is not self._committed.get(key)}
+        self._decided = {}
