@@ -132,7 +132,7 @@ class Objects:
             for read in group:
                 self._map.hold(read.version)
             try:
-                return self._transfers.read(group, priority, self._get_ended)
+                return self._transfers.read(group, priority)
             except BaseException:
                 self._release_not_begun(group, before)
                 raise
@@ -194,14 +194,13 @@ class Objects:
                 self._map.release(each.version)
 
     def _put_ended(self, ticket: StoreTicket) -> None:
-        """Let a put take effect unless it failed or came too late. Locked."""
-        put = self._started.pop(ticket, None)  # none, if an interrupt came when it had just begun
-        if put is not None and self._puts.end(put, ticket.error):
-            self._map.put(put.key, ticket.version)
-        self._map.release(ticket.version)
-
-    def _get_ended(self, ticket: StoreTicket) -> None:
-        self._map.release(ticket.version)
+        """Let a put take effect unless it failed or came too late. Locked. May be repeated after an interrupt."""
+        put = self._started.get(ticket)  # none, if an interrupt came when it had just begun
+        if put is not None:
+            if ticket.error is None and not put.superseded:
+                self._map.put(put.key, ticket.version)
+            self._puts.end(put, ticket.error)
+            del self._started[ticket]
 
 
 def _priority(urgent: bool) -> Priority:

@@ -125,7 +125,8 @@ class SwapStore:
         self._holdings = Holdings(self, self._aio, backing.descriptors, backing.close_manifest)
         self._contents = Contents(backing.space, backing.versions, explicit_commit=mode is not Mode.SCRATCH)
         granule_bytes = granule_for(self.alignment) if self.checksums else 0
-        self._transfers = Transfers(self._aio, backing, self._contents.lock, granule_bytes, weakly(self.dump))
+        lock, release = self._contents.lock, self._contents.mapping.release
+        self._transfers = Transfers(self._aio, backing, lock, granule_bytes, weakly(self.dump), release)
         self._holdings.take_memory(self._transfers.flying)
         self._objects = Objects(self._contents, self._transfers, self._gate)
         self._commits = Commits(self._contents, self._transfers, backing)

@@ -29,10 +29,10 @@ from swap.stats import PAST_TRANSFERS, PastTransfer
 class StoreTicket:
     """Ticket of one put or get. Reaping it (`wait`, or `done` answering True) lets a put take effect."""
 
-    __slots__ = ("_error", "_ios", "_on_end", "_plan", "_reaped", "_transfers")
+    __slots__ = ("_error", "_ios", "_on_end", "_plan", "_transfers")
 
     def __init__(
-        self, transfers: Transfers, plan: _Plan, ios: Sequence[IoTicket], on_end: Callable[[StoreTicket], None]
+        self, transfers: Transfers, plan: _Plan, ios: Sequence[IoTicket], on_end: Callable[[StoreTicket], None] | None
     ) -> None:
         """Follow a transfer that has been started.
 
@@ -40,23 +40,22 @@ class StoreTicket:
             transfers: who started it.
             plan: what it does.
             ios: its reads or writes of files.
-            on_end: called once, locked, when it is reaped.
+            on_end: called, locked, when it is reaped; again, if an interrupt came meanwhile.
         """
         self._transfers = transfers
         self._plan = plan
         self._ios = ios
         self._on_end = on_end
-        self._reaped = False  # with all that follows
         self._error: SwapError | None = None
 
     def done(self) -> bool:
         """Tell whether the transfer is over, well or badly. A put that went well has taken effect then."""
-        if not self._reaped:
+        if self in self._transfers.flying:
             for io in self._ios:
                 if not io.done():
                     return False
             self._transfers.reap(self)
-        return self._reaped
+        return True
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer is over.
@@ -71,7 +70,7 @@ class StoreTicket:
             SwapCorruptError: the bytes that were read are not those that were written.
             SwapError: the transfer failed. A failed put leaves the version before it in place.
         """
-        if not self._reaped:
+        if self in self._transfers.flying:
             limit_s = self._transfers.deadline_s if timeout_s is None else timeout_s
             self.wait_reaped(time.monotonic() + limit_s, limit_s)
         if self._error is not None:
@@ -90,7 +89,7 @@ class StoreTicket:
         self._transfers.reap(self)
 
     def take_effect(self) -> SwapError | None:
-        """Do what follows the end of the transfer; return why it failed. `Transfers.reap` calls it once, locked."""
+        """Do what follows the end of the transfer; return why it failed. Locked. May be repeated after an interrupt."""
         plan = self._plan
         for io in self._ios:
             self._error = io.error()
@@ -102,10 +101,8 @@ class StoreTicket:
             for bounce in plan.bounces:
                 bounce.copy()
         plan.bounces.clear()  # their memory
-        try:
+        if self._on_end is not None:
             self._on_end(self)
-        finally:
-            self._reaped = True
         return self._error
 
     def past(self) -> tuple[Hashable, float, float, int]:
@@ -187,6 +184,7 @@ class Transfers:
         lock: threading.RLock,
         granule_bytes: int,
         dump: Callable[[], str],
+        release: Callable[[Version], None],
     ) -> None:
         """Use an engine and files that somebody else opened and closes.
 
@@ -196,8 +194,10 @@ class Transfers:
             lock: of the store.
             granule_bytes: bytes per checksum of what is written, a multiple of the alignment; 0 for none.
             dump: state of the store, for messages.
+            release: ends the hold on a version, once, when the transfer that was started with it is over. Locked.
         """
         self.dump = dump
+        self._release = release
         self._aio = aio
         self._files = backing.files
         self._lock = lock
@@ -220,18 +220,16 @@ class Transfers:
     ) -> list[StoreTicket]:
         """Start writing all of some versions, all or none, with one submission.
 
-        `on_end` is called once per ticket, locked, when it is reaped.
+        `on_end` is called per ticket, locked, when it is reaped; again, if an interrupt came meanwhile.
 
         Raises:
             SwapError: the engine is closed; nothing was started.
         """
         return self._start([self._plan_write(write, priority) for write in writes], on_end)
 
-    def read(
-        self, reads: Sequence[Read], priority: Priority, on_end: Callable[[StoreTicket], None]
-    ) -> list[StoreTicket]:
+    def read(self, reads: Sequence[Read], priority: Priority) -> list[StoreTicket]:
         """Start reading ranges of versions; see `write`."""
-        return self._start([self._plan_read(read, priority) for read in reads], on_end)
+        return self._start([self._plan_read(read, priority) for read in reads])
 
     def _plan_write(self, write: Write, priority: Priority) -> _Plan:
         address = write.address
@@ -274,7 +272,7 @@ class Transfers:
             at = extent.offset + part.first
             plan.jobs.append(Job(False, fd, at, where, part.last - part.first, priority, granule, expected))
 
-    def _start(self, plans: Sequence[_Plan], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
+    def _start(self, plans: Sequence[_Plan], on_end: Callable[[StoreTicket], None] | None = None) -> list[StoreTicket]:
         try:
             flying = iter(self._aio.submit([job for plan in plans for job in plan.jobs]))
             tickets = [StoreTicket(self, plan, list(islice(flying, len(plan.jobs))), on_end) for plan in plans]
@@ -291,11 +289,12 @@ class Transfers:
         with self._lock:
             if ticket not in self.flying:
                 return
-            del self.flying[ticket]
             error = ticket.take_effect()
             if error is not None:
                 self._unreported[ticket] = error
-            else:
+            del self.flying[ticket]  # if an interrupt came before, whoever asks next does all of it again
+            self._release(ticket.version)
+            if error is None:
                 (self._past_writes if ticket.writes else self._past_reads).append(ticket.past())
 
     def note_reported(self, ticket: StoreTicket) -> None:

@@ -13,7 +13,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import pytest
@@ -22,7 +21,7 @@ from conftest import PROFILE
 from hypothesis import given
 from hypothesis import strategies as st
 from test_aio import in_child
-from test_store import BLOCK, descriptors, get, put
+from test_store import BLOCK, descriptors, get, is_interrupted, put
 from test_store import engine as engine  # a fixture
 
 import swap.io.files
@@ -783,24 +782,6 @@ def test_interrupt_at_any_operation_of_a_commit(
     pytest.fail("no run passed")
 
 
-class Interrupt:
-    """Raises at the nth call or return of functions in the books of commits."""
-
-    BOOKS = ("swap/commits.py", "swap/space/mapping.py")
-
-    def __init__(self, nth: int) -> None:
-        self.left = nth
-
-    def __call__(self, frame: FrameType, event: str, value: object) -> Interrupt | None:
-        if not frame.f_code.co_filename.endswith(self.BOOKS):
-            return None
-        if event in ("call", "return"):
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-        return self
-
-
 class Unflushed(Disk):
     """Takes no time for flushes."""
 
@@ -826,14 +807,7 @@ def test_interrupt_in_the_books_of_a_commit(tmp_path: Path, answer: str) -> None
             for key, data in new.items():
                 put(store, key, data)
             store.delete("b")
-            before, interrupted = sys.gettrace(), False
-            sys.settrace(Interrupt(nth))
-            try:
-                store.commit()
-            except KeyboardInterrupt:
-                interrupted = True
-            finally:
-                sys.settrace(before)
+            interrupted = is_interrupted(nth, ("swap/commits.py", "swap/space/mapping.py"), store.commit)
             put(store, "d", pattern(12 * BLOCK, 5))
             shutil.copytree(directory, copy)
             assert reopened(copy) in (old, new)

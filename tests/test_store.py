@@ -14,9 +14,10 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -496,6 +497,47 @@ def test_memory_for_granules_stays_where_the_kernel_holds_a_read(engine: str, tm
     assert not any(any(other[:]) for other in others)
     assert native.counters()["read_errors"] == 0
     native.close(1.0)
+
+
+def is_interrupted(nth: int, files: tuple[str, ...], call: Callable[[], None]) -> bool:
+    """Let Ctrl-C come at the nth call or return of a function of these files; tell whether there are so many."""
+    left = nth
+
+    def trace(frame: FrameType, event: str, value: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        if event in ("call", "return"):
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_a_put_that_is_interrupted_while_it_is_reaped_takes_effect_then(store: SwapStore) -> None:
+    files = ("swap/transfers.py", "swap/objects.py", "swap/space/puts.py", "swap/space/mapping.py")
+    memory = Memory(BLOCK)
+    for nth in range(1, 60):
+        memory.fill(pattern(BLOCK, nth))
+        ticket = store.put("a", memory.address, BLOCK)
+        interrupted = is_interrupted(nth, files, ticket.wait)
+        assert interrupted or nth > 12
+        ticket.wait()
+        assert ticket.done() and get(store, "a") == pattern(BLOCK, nth)
+        store.delete("a")
+        if not interrupted:
+            return
+    pytest.fail("no put passed")
 
 
 @pytest.mark.parametrize("where", ["submit", "write"])

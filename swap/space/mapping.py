@@ -95,13 +95,14 @@ class VersionMap:
             self._space.free(version.pieces)
 
     def put(self, key: Hashable, version: Version) -> None:
-        """Map `key` to a version."""
+        """Map `key` to a version. May be repeated after an interrupt."""
         self._note_change(key)
-        self.hold(version)
         old = self._working.get(key)
-        self._working[key] = version
-        if old is not None:
-            self.release(old)
+        if old is not version:
+            self.hold(version)
+            self._working[key] = version
+            if old is not None:
+                self.release(old)
 
     def remove(self, key: Hashable) -> None:
         """Forget `key`, which is mapped."""

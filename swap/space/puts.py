@@ -13,13 +13,19 @@ from swap.errors import SwapError
 
 
 class Put:
-    """A put in flight; `superseded` when a later put of the key took effect first, or the key was deleted."""
+    """A put in flight.
+
+    Attributes:
+        key: of what.
+        number: of those that were started.
+        superseded: it has no effect any more: it is over, a later one took effect first, or the key was deleted.
+    """
 
     __slots__ = ("key", "number", "superseded")
 
     def __init__(self, key: Hashable, number: int) -> None:
         self.key = key
-        self.number = number  # of those that were started
+        self.number = number
         self.superseded = False
 
 
@@ -54,25 +60,25 @@ class PutOrder:
         self._pending.setdefault(key, []).append(put)
         return put
 
-    def end(self, put: Put, error: SwapError | None) -> bool:
-        """Note that a put is over; tell whether it takes effect."""
+    def end(self, put: Put, error: SwapError | None) -> None:
+        """Note that a put is over, and has taken effect unless it failed. May be repeated after an interrupt."""
         if put.superseded:
-            return False
+            return
         pending = self._pending[put.key]
-        at = pending.index(put)
-        if error is None:  # what was started before must not overwrite it later
-            for earlier in pending[:at]:
-                earlier.superseded = True
-            del pending[: at + 1]
-            if put.number > self._failed_number.get(put.key, 0):  # else a later one is lacking still
+        later_failed = put.number <= self._failed_number.get(put.key, 0)  # then that one is lacking still
+        if error is None:
+            if not later_failed:
                 self._forget_failure(put.key)
+            over = pending[: pending.index(put) + 1]  # what was started before must not overwrite it later
         else:
-            del pending[at]
-            if self._keep_failures and put.number > self._failed_number.get(put.key, 0):
+            if self._keep_failures and not later_failed:
                 self._failed[put.key], self._failed_number[put.key] = error, put.number
+            over = [put]
+        for each in over:
+            each.superseded = True
+        pending[:] = [each for each in pending if not each.superseded]
         if not pending:
             del self._pending[put.key]
-        return error is None
 
     def fail(self, key: Hashable, error: SwapError) -> None:
         """The bytes of a put that took effect turned out not to be safe: one that is started from now on helps."""
