@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -76,10 +76,7 @@ class Objects:
 
     def get(self, items: Sequence[Item], *, offset: int, urgent: bool) -> list[StoreTicket]:
         """See `SwapStore.get_many`; every range starts at `offset`."""
-        self._gate.check()
-        with self._lock:
-            wanted = [(key, self.version(key), address, length) for key, address, length in items]
-            return self.read(wanted, offset=offset, priority=_priority(urgent))
+        return self.read(self.version, items, offset=offset, priority=_priority(urgent))
 
     def delete(self, key: Hashable) -> None:
         """See `SwapStore.delete`."""
@@ -112,20 +109,10 @@ class Objects:
         return version
 
     def read(
-        self, wanted: Sequence[tuple[Hashable, Version, int, int]], *, offset: int, priority: Priority
+        self, version_of: Callable[[Hashable], Version], items: Sequence[Item], *, offset: int, priority: Priority
     ) -> list[StoreTicket]:
-        """Start reading ranges of versions that somebody holds; all start at `offset`."""
+        """Start reading ranges of versions, which `version_of` finds under the lock; all start at `offset`."""
         self._gate.check()
-        reads = []
-        for key, version, address, length in wanted:
-            self._check_address(address)
-            need = round_up(length, self._alignment)
-            if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
-                raise ValueError(
-                    f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
-                    f"{self._alignment}, but got offset {offset}, length {length}"
-                )
-            reads.append(Read(key, version, address, offset, need))
 
         def start(group: Sequence[Read]) -> list[StoreTicket]:
             before = len(self._transfers.flying)
@@ -138,13 +125,24 @@ class Objects:
                 raise
 
         with self._lock:
+            reads = []
+            for key, address, length in items:
+                version = version_of(key)
+                self._check_address(address)
+                need = round_up(length, self._alignment)
+                if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
+                    raise ValueError(
+                        f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
+                        f"{self._alignment}, but got offset {offset}, length {length}"
+                    )
+                reads.append(Read(key, version, address, offset, need))
             return self._in_groups(start, reads)
 
-    def release(self, versions: Mapping[Hashable, Version]) -> None:
-        """End the holds of a snapshot."""
+    def release(self, versions: dict[Hashable, Version]) -> None:
+        """End the holds of a snapshot, which has no versions then."""
         with self._lock:
-            for version in versions.values():
-                self._map.release(version)
+            while versions:
+                self._map.release(versions.popitem()[1])
 
     def _check_address(self, address: int) -> None:
         if address <= 0 or address % self._alignment:
@@ -210,8 +208,8 @@ def _priority(urgent: bool) -> Priority:
 class Snapshot:
     """Versions of a store at one moment. A context manager."""
 
-    def __init__(self, objects: Objects, versions: Mapping[Hashable, Version]) -> None:
-        """Take over the holds on `versions`, by key."""
+    def __init__(self, objects: Objects, versions: dict[Hashable, Version]) -> None:
+        """Take over `versions`, by key, and the holds on them."""
         self._objects = objects
         self._versions = versions
 
@@ -225,8 +223,7 @@ class Snapshot:
             ValueError: not aligned, or the range is not inside the object.
             SwapError: the store is closed or belongs to the parent process.
         """
-        wanted = [(key, self._version(key), address, length)]
-        return self._objects.read(wanted, offset=offset, priority=priority)[0]
+        return self._objects.read(self._version, [(key, address, length)], offset=offset, priority=priority)[0]
 
     def length_of(self, key: Hashable) -> int:
         """Length in bytes, rounded up to the alignment.
@@ -248,8 +245,7 @@ class Snapshot:
 
     def release(self) -> None:
         """Let go of the extents; idempotent. Reads in flight still succeed."""
-        versions, self._versions = self._versions, {}
-        self._objects.release(versions)
+        self._objects.release(self._versions)
 
     def __enter__(self) -> Snapshot:
         return self

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aligned_memory import Memory, pattern
@@ -30,6 +31,7 @@ from swap import (
     engines_available,
 )
 from swap.io.checksums import GRANULE_BYTES
+from swap.objects import Objects
 
 MIB = 1 << 20
 
@@ -298,6 +300,26 @@ def test_read_of_a_snapshot_outlives_it(store: SwapStore) -> None:
     ticket.wait()
     assert memory[0:BLOCK] == pattern(BLOCK, 1)
     assert store.used_bytes == 0
+
+
+def test_get_from_a_snapshot_that_is_released_meanwhile(store: SwapStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, when the get has begun."""
+    put(store, "a", pattern(BLOCK, 1))
+    store.commit()
+    snapshot = store.snapshot()
+    put(store, "a", pattern(BLOCK, 2))
+    store.commit()
+    memory, read = Memory(BLOCK), Objects.read
+
+    def read_late(*given: Any, **more: Any) -> Any:
+        snapshot.release()
+        return read(*given, **more)
+
+    monkeypatch.setattr(Objects, "read", read_late)
+    with pytest.raises(KeyError, match="snapshot"):
+        snapshot.get("a", memory.address, BLOCK).wait()
+    monkeypatch.undo()
+    assert store.used_bytes == BLOCK and get(store, "a") == pattern(BLOCK, 2)
 
 
 # ---- checksums ----
