@@ -8,7 +8,7 @@ Next: `files` for scratch files, `run_directory` for durable ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -60,12 +60,15 @@ class Backing:
         """Descriptors in the order in which they are to be closed; the locks come last."""
         return [file.fd for file in self.files] + (self.run.locks if self.run else [])
 
-    def grow(self, more: Sequence[int], committed: Mapping[Hashable, Version]) -> list[int]:
+    def grow(
+        self, more: Sequence[int], committed: Mapping[Hashable, Version], flush: Callable[[SwapFile], None]
+    ) -> list[int]:
         """Make the files longer by so many bytes each; returns their sizes. No commit may be under way.
 
         Args:
             more: bytes per file.
             committed: what the last commit left, by key.
+            flush: returns when the drive has what is in a file; of a durable store.
 
         Raises:
             SwapFullError: no room.
@@ -75,7 +78,7 @@ class Backing:
         sizes = [size + added for size, added in zip(have, more, strict=True)]
         if self.run is not None:
             try:
-                grow(self.files, self.run.manifest, committed, sizes, self.disk)
+                grow(self.files, self.run.manifest, committed, sizes, flush)
                 return sizes
             except OSError as error:
                 if isinstance(error, SwapError):

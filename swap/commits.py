@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from swap.backing import Backing
 from swap.errors import SwapError, error_class
-from swap.io.files import divide_capacity
+from swap.io.files import SwapFile, divide_capacity
 from swap.space.contents import Contents
 from swap.space.mapping import Changes
 from swap.transfers import Transfers
@@ -79,7 +79,8 @@ class Commits:
             if more > 0:
                 with self._lock:
                     committed = self._map.committed
-                sizes = self._backing.grow(divide_capacity(self._files, more, space.alignment, weights), committed)
+                shares = divide_capacity(self._files, more, space.alignment, weights)
+                sizes = self._backing.grow(shares, committed, self._flush)
                 with self._lock:
                     space.grow(sizes)
                     self._map.let_go()
@@ -90,25 +91,26 @@ class Commits:
             return
         written = [version for version in changes.values() if version is not None]
         for file in sorted({piece.file for version in written for piece in version.pieces}):
-            try:
-                self._disk.sync(self._files[file].fd)
-            except OSError as error:
-                raise self._flush_failed(changes, self._files[file].directory, error) from None
+            self._flush(self._files[file])
         manifest.commit(changes, lambda: self._map.after(changes), mark=mark, before=self._map.committed)
 
-    def _flush_failed(self, changes: Changes, directory: str, error: OSError) -> SwapError:
-        """What was written since the last flush may be lost, and a second flush would not say so: put it again."""
-        failure = error_class(error.errno)(
-            f"swap path {directory}: cannot flush the data of a commit",
-            errno=error.errno,
-            path=directory,
-            remedy="look at the kernel log; then put the objects again, or abort",
-        )
-        with self._lock:
-            for key, version in changes.items():
-                if version is not None:
-                    self._puts.fail(key, failure)
-        return failure
+    def _flush(self, file: SwapFile) -> None:
+        """Flush a data file. If that fails, what was put since the last commit may be lost, and has to be put again.
+
+        A second flush would not say so.
+        """
+        try:
+            self._disk.sync(file.fd)
+        except OSError as error:
+            failure = error_class(error.errno)(
+                f"swap path {file.directory}: cannot flush the data of a commit",
+                errno=error.errno,
+                path=file.directory,
+                remedy="look at the kernel log; then put the objects again, or abort",
+            )
+            with self._lock:
+                self._puts.fail(self._map.uncommitted_keys(), failure)
+            raise failure from None
 
     def _check_failed_puts(self) -> None:
         for key, error in self._puts.failed.items():

@@ -636,17 +636,20 @@ def test_nth_operation_fails_until_a_run_passes(tmp_path: Path, answer: str, for
     pytest.fail("no run passed")
 
 
+class FlushOnce(Disk):
+    """Fails one flush of data."""
+
+    failing = False
+
+    def sync(self, fd: int) -> None:
+        if self.failing and os.readlink(f"/proc/self/fd/{fd}").endswith("swap.data"):
+            self.failing = False
+            raise OSError(errno.EIO, "flush")
+        super().sync(fd)
+
+
 def test_failed_flush_asks_for_the_data_again(tmp_path: Path) -> None:
-    class Once(Disk):
-        failing = False
-
-        def sync(self, fd: int) -> None:
-            if self.failing and os.readlink(f"/proc/self/fd/{fd}").endswith("swap.data"):
-                self.failing = False
-                raise OSError(errno.EIO, "flush")
-            super().sync(fd)
-
-    disk = Once()
+    disk = FlushOnce()
     with open_store(tmp_path, disk=disk) as store:
         put(store, "a", pattern(BLOCK, 1))
         put(store, "b", pattern(BLOCK, 2))
@@ -659,6 +662,26 @@ def test_failed_flush_asks_for_the_data_again(tmp_path: Path) -> None:
         put(store, "b", pattern(BLOCK, 2))
         store.commit()
     assert reopened(tmp_path) == {"a": pattern(BLOCK, 1), "b": pattern(BLOCK, 2)}
+
+
+def test_failed_flush_of_a_growth_asks_for_the_data_again(tmp_path: Path) -> None:
+    """What it may have lost was put before, or was in flight."""
+    disk, memory = FlushOnce(), Memory(BLOCK)
+    with open_store(tmp_path, disk=disk) as store:
+        put(store, "a", pattern(BLOCK, 1))
+        store.commit()
+        put(store, "b", pattern(BLOCK, 2))
+        flying = store.put("c", memory.address, BLOCK)
+        disk.failing = True
+        with pytest.raises(SwapError, match="cannot flush the data of a commit.*put the objects again, or abort"):
+            store.grow(2 * CAPACITY)
+        flying.wait()
+        for key in ("b", "c"):
+            with pytest.raises(SwapError, match=f"put '{key}' failed"):
+                store.commit()
+            put(store, key, pattern(BLOCK, 3))
+        store.commit()
+    assert reopened(tmp_path) == {"a": pattern(BLOCK, 1), "b": pattern(BLOCK, 3), "c": pattern(BLOCK, 3)}
 
 
 def test_extents_of_a_commit_in_doubt_are_not_used_again(tmp_path: Path) -> None:

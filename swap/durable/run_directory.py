@@ -23,7 +23,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -329,7 +329,7 @@ def _reopen(
     if extra:
         more = divide_capacity(files, extra, alignment, weights)
         sizes = [size + added for size, added in zip(sizes, more, strict=True)]
-        grow(files, manifest, versions, sizes, disk)
+        grow(files, manifest, versions, sizes, lambda file: disk.sync(file.fd))
     return RunDirectory(files, sizes, alignment, manifest, versions, locks)
 
 
@@ -338,7 +338,7 @@ def grow(
     manifest: Manifest,
     versions: Mapping[Hashable, Version],
     sizes: Sequence[int],
-    disk: Disk,
+    flush: Callable[[SwapFile], None],
 ) -> None:
     """Make the data files longer, then say so in the manifest.
 
@@ -347,7 +347,7 @@ def grow(
         manifest: of the run.
         versions: what is committed.
         sizes: that they are to have.
-        disk: the operating system.
+        flush: returns when the drive has what is in a file.
 
     Raises:
         SwapFullError: no room.
@@ -356,7 +356,7 @@ def grow(
     for file, have, size in zip(files, manifest.facts.sizes, sizes, strict=True):
         if size > have:
             reserve(file, size, have)
-            disk.sync(file.fd)
+            flush(file)
     manifest.resize(tuple(sizes), versions)
     _log.info("run directory %s: grown to %d bytes", files[0].directory, sum(sizes))
 

@@ -83,6 +83,10 @@ class VersionMap:
         """Something was put or deleted since the last commit."""
         return bool(self._changed)
 
+    def uncommitted_keys(self) -> list[Hashable]:
+        """Keys with a version that the last commit did not leave."""
+        return [key for key in self._changed if key in self._working]
+
     def hold(self, version: Version) -> None:
         """Keep a version until `release`."""
         version.holders += 1

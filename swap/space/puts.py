@@ -7,7 +7,7 @@ Next: `objects` asks here when a put is over.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from swap.errors import SwapError
 
@@ -80,9 +80,13 @@ class PutOrder:
         if not pending:
             del self._pending[put.key]
 
-    def fail(self, key: Hashable, error: SwapError) -> None:
-        """The bytes of a put that took effect turned out not to be safe: one that is started from now on helps."""
-        self._failed[key], self._failed_number[key] = error, self._started
+    def fail(self, keys: Iterable[Hashable], error: SwapError) -> None:
+        """The bytes of puts of `keys` that took effect, and of those in flight, turned out not to be safe.
+
+        One that is started from now on helps.
+        """
+        for key in [*keys, *self._pending]:
+            self._failed[key], self._failed_number[key] = error, self._started
 
     def forget(self, key: Hashable) -> None:
         """No put of `key` that is in flight takes effect, and a failed one is of no interest."""
