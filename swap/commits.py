@@ -87,7 +87,7 @@ class Commits:
 
     def _make_durable(self, changes: Changes, mark: tuple[int, int] | None) -> None:
         manifest = self._manifest
-        if manifest is None or not (changes or manifest.doubtful):
+        if manifest is None or not (changes or manifest.doubtful or mark not in (None, manifest.marked)):
             return
         written = [version for version in changes.values() if version is not None]
         for file in sorted({piece.file for version in written for piece in version.pieces}):

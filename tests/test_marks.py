@@ -62,6 +62,23 @@ def test_what_is_let_go_is_none_to_go_back_to(tmp_path: Path) -> None:
     assert marks_of([tmp_path]) == [1, 2]
 
 
+def test_a_commit_of_nothing_keeps_its_mark(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        put(store, "key", pattern(BLOCK, 1))
+        store.commit(mark=(1, 1))
+        before = (tmp_path / "swap.manifest").stat().st_size
+        store.commit(mark=(1, 1))
+        store.commit()
+        assert (tmp_path / "swap.manifest").stat().st_size == before
+        store.commit(mark=(2, 1))
+        assert store.mark == 2
+    assert marks_of([tmp_path]) == [1, 2]
+    with open_store(tmp_path) as store:
+        store.commit(mark=(2, 2))
+    assert marks_of([tmp_path]) == [2]
+    assert reopened(tmp_path) == {"key": pattern(BLOCK, 1)}
+
+
 def test_files_that_grow_leave_what_is_held(tmp_path: Path) -> None:
     known: dict[int, Mapping] = {}
     with open_store(tmp_path) as store:

@@ -109,6 +109,11 @@ class Manifest:
         return manifest, versions
 
     @property
+    def marked(self) -> tuple[int, int]:
+        """Mark of the last commit, and the oldest one whose extents were held then."""
+        return self.mark, self._oldest
+
+    @property
     def marks(self) -> list[int]:
         """Those that `cut` takes, in order; `NO_MARK` is nothing."""
         return sorted(mark for mark in self._ends if mark >= self._oldest)
