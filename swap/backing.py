@@ -15,7 +15,7 @@ from enum import Enum
 from swap.durable.disk import Disk
 from swap.durable.run_directory import RunDirectory, grow, open_run
 from swap.errors import SwapError
-from swap.io.files import SwapFile, create_scratch, open_error, reserve
+from swap.io.files import SwapFile, create_scratch, cut_back, open_error, reserve, sizes_of
 from swap.space.allocation import Space
 from swap.space.mapping import Version
 
@@ -71,8 +71,8 @@ class Backing:
             flush: returns when the drive has what is in a file; of a durable store.
 
         Raises:
-            SwapFullError: no room.
-            SwapError: something could not be written or flushed; the files are as long as before for the store.
+            SwapFullError: no room; the files are as long as before.
+            SwapError: something could not be written or flushed; they are, too, unless the manifest is in doubt.
         """
         have = [allocator.capacity for allocator in self.space.allocators]
         sizes = [size + added for size, added in zip(have, more, strict=True)]
@@ -84,9 +84,14 @@ class Backing:
                 if isinstance(error, SwapError):
                     raise
                 raise open_error(self.files[0].directory, error) from None
-        for file, first, size in zip(self.files, have, sizes, strict=True):
-            if size > first:
-                reserve(file, size, first)
+        before = sizes_of(self.files)
+        try:
+            for file, first, size in zip(self.files, have, sizes, strict=True):
+                if size > first:
+                    reserve(file, size, first)
+        except OSError:
+            cut_back(self.files, before)
+            raise
         return sizes
 
     def close_manifest(self) -> None:

@@ -371,7 +371,8 @@ class SwapStore:
 
         Raises:
             SwapFullError: the file systems have not enough room; nothing has changed.
-            SwapError: something could not be written or flushed; the store has no more room than before.
+            SwapError: something could not be written or flushed; the store has no more room than before. If it asks for
+                it, repeat what was put since the last commit.
         """
         self._gate.check()
         self._commits.grow(capacity_bytes, self._weights)

@@ -724,6 +724,29 @@ def test_file_system_that_wants_room_for_all_that_is_reserved(
         SwapStore(tmp_path, 60 * BLOCK, mode=mode)
 
 
+@pytest.mark.parametrize("mode", Mode)
+def test_growing_without_room_on_one_path_keeps_none_of_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode
+) -> None:
+    paths, calls, real = [tmp_path / "a", tmp_path / "b"], [], swap.io.files.preallocate
+    for path in paths:
+        path.mkdir()
+
+    def preallocate_once(fd: int, length: int, first: int = 0) -> int:
+        calls.append(length)
+        return errno.ENOSPC if len(calls) == 2 else real(fd, length, first)
+
+    with SwapStore(paths, 40 * BLOCK, mode=mode, weights=[1, 1]) as store:
+        put(store, "a", pattern(BLOCK))
+        monkeypatch.setattr(swap.io.files, "preallocate", preallocate_once)
+        with pytest.raises(SwapFullError):
+            store.grow(80 * BLOCK)
+        assert [os.fstat(file.fd).st_size for file in store._backing.files] == [20 * BLOCK] * 2
+        store.grow(80 * BLOCK)
+        put(store, "b", pattern(70 * BLOCK))
+        assert (get(store, "a"), get(store, "b")) == (pattern(BLOCK), pattern(70 * BLOCK))
+
+
 def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(SwapError, match="ENOENT.*create the directory") as caught:
         SwapStore(tmp_path / "none", MIB)

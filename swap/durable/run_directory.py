@@ -32,7 +32,7 @@ from swap.durable.manifest import NO_MARK, Manifest, RunFacts
 from swap.durable.records import decode_record, encode_record
 from swap.errors import SwapCorruptError, SwapError, SwapLockedError, format_bytes
 from swap.io.checksums import granule_for
-from swap.io.files import SwapFile, divide_capacity, open_error, open_named, reserve
+from swap.io.files import SwapFile, cut_back, divide_capacity, open_error, open_named, reserve, sizes_of
 from swap.space.allocation import Piece, Space
 from swap.space.extents import Extent
 from swap.space.mapping import Version
@@ -350,14 +350,21 @@ def grow(
         flush: returns when the drive has what is in a file.
 
     Raises:
-        SwapFullError: no room.
-        SwapError: something could not be written or flushed.
+        SwapFullError: no room; the files are as long as before.
+        SwapError: something could not be written or flushed; they are, too, unless the manifest may say otherwise.
     """
-    for file, have, size in zip(files, manifest.facts.sizes, sizes, strict=True):
-        if size > have:
-            reserve(file, size, have)
-            flush(file)
-    manifest.resize(tuple(sizes), versions)
+    before, reserved = sizes_of(files), False
+    try:
+        for file, have, size in zip(files, manifest.facts.sizes, sizes, strict=True):
+            if size > have:
+                reserve(file, size, have)
+                flush(file)
+        reserved = True
+        manifest.resize(tuple(sizes), versions)
+    except OSError:
+        if not (reserved and manifest.doubtful):
+            cut_back(files, before)
+        raise
     _log.info("run directory %s: grown to %d bytes", files[0].directory, sum(sizes))
 
 

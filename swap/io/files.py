@@ -140,6 +140,18 @@ def reserve(file: SwapFile, length_bytes: int, first: int = 0) -> None:
         )
 
 
+def sizes_of(files: Sequence[SwapFile]) -> list[int]:
+    """Sizes of files, bytes."""
+    return [os.fstat(file.fd).st_size for file in files]
+
+
+def cut_back(files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
+    """Give the room behind these sizes back, as far as the system does it: an error is on its way up."""
+    for file, size in zip(files, sizes, strict=True):
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fd, size)
+
+
 def _has_all_blocks(file: SwapFile, length_bytes: int) -> bool:
     facts = os.fstat(file.fd)
     return facts.st_size >= length_bytes and facts.st_blocks * 512 >= length_bytes  # that is their unit everywhere
