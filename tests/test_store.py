@@ -809,6 +809,23 @@ def test_without_nameless_files_the_name_is_removed_at_once(
         assert get(store, "a") == pattern(10 * BLOCK)
 
 
+def test_without_nameless_files_and_direct_io_no_name_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The system has created the file when it refuses direct I/O."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no nameless files")
+        if flags & os.O_DIRECT:
+            os.close(real(path, flags & ~os.O_DIRECT, *rest))
+            raise OSError(errno.EINVAL, "no direct I/O")
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(swap.io.files.os, "open", refusing)
+    with SwapStore(tmp_path, MIB) as store:
+        assert not store.direct and os.listdir(tmp_path) == []
+
+
 def test_file_system_in_memory(engine: str, caplog: pytest.LogCaptureFixture) -> None:
     if not os.path.isdir("/dev/shm"):
         pytest.skip("no /dev/shm")

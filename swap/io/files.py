@@ -243,7 +243,12 @@ def _open_nameless(directory: str, extra_flags: int) -> int:
         if error.errno not in (_errno.EOPNOTSUPP, _errno.EISDIR):
             raise
     name = os.path.join(directory, f".swap-{os.getpid()}-{secrets.token_hex(8)}")
-    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):  # O_DIRECT may be refused when the file is there already
+            os.unlink(name)
+        raise
     os.unlink(name)
     return fd
 
