@@ -27,8 +27,8 @@ from kernel_arrays import (
 
 from offload import _cpu_adam
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind
-from offload.kernels.optimizers import AdamW
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind
+from offload.kernels.optimizers import LAMB, AdamW
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -267,6 +267,75 @@ def test_nan_and_infinity_reach_the_parameter(isa: str) -> None:
         assert np.flatnonzero(np.isnan(param)).tolist() == [3, 99]
         assert np.flatnonzero(np.isnan(shard.weights())).tolist() == [3, 99]
         assert np.isinf(shard.exp_avg.view(np.float32)[99])
+
+
+def steps_of(isa: str, states: StateKind, spec: AdamW | LAMB, *gradients: float) -> Shard:
+    """Take a step from 0.5 with each of the gradients, one after the other, on this path."""
+    cpu_adam.force_isa(isa)
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32, states=states), 128, 1, classes=False)
+    for array in (shard.exp_avg, shard.exp_avg_sq, shard.units):
+        array[:] = 0
+    shard.master.view(np.float32)[:] = 0.5
+    for step, value in enumerate(gradients, 1):
+        shard.grad.view(np.float32)[:] = value
+        cpu_adam.step(shard.arrays(), Hyper(spec, step))
+    return shard
+
+
+def exact(spec: AdamW, *gradients: float) -> float:
+    """Return the same weight in float64."""
+    p, m, v, (beta1, beta2) = 0.5, 0.0, 0.0, spec.betas
+    for step, g in enumerate(gradients, 1):
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        root = math.sqrt(v / (1 - beta2**step)) + spec.eps
+        p = p * (1 - spec.lr * spec.weight_decay) - spec.lr * m / (1 - beta1**step) / root
+    return p
+
+
+NEAR = {StateKind.FLOAT32: 1e-4, StateKind.BFLOAT16: 0.02, StateKind.INT8: 0.2}  # of the way
+
+
+@pytest.mark.parametrize("states", StateKind)
+@pytest.mark.parametrize("largest", [1e20, -3e20, 1e25])
+def test_a_gradient_without_a_square_leaves_numbers(states: StateKind, largest: float) -> None:
+    """Its square is above 3.4e38; a thousandth of it is not, or, as in torch, the second moment stays infinite."""
+    spec, gradients = AdamW(lr=1e-2), (largest, 1.0, 1.0)
+    shards = [steps_of(isa, states, spec, *gradients) for isa in ISAS]
+    for shard in shards:
+        shard.assert_same(shards[0], "paths")
+    if abs(largest) < 5e20:
+        want = exact(spec, *gradients)
+        np.testing.assert_allclose(shards[0].weights() - 0.5, want - 0.5, rtol=NEAR[states])
+    elif states is not StateKind.INT8:  # of which a block is NaN then
+        np.testing.assert_allclose(shards[0].weights(), 0.5 * (1 - 1e-4) ** 3, rtol=1e-6)
+    if states is StateKind.FLOAT32:
+        assert np.isfinite(steps_of(ISAS[0], states, LAMB(), *gradients).weights()).all()
+
+
+@pytest.mark.parametrize("states", StateKind)
+@pytest.mark.parametrize("betas", [(0.0, 0.0), (0.0, 1e-8), (0.3, 0.4), (0.49, 0.5)], ids=str)
+@pytest.mark.parametrize("fall", [1e-3, 1e-6])
+def test_small_betas_forget(states: StateKind, betas: tuple[float, float], fall: float) -> None:
+    """What is left of a large gradient is betas of it, and no rounding error of it."""
+    spec, gradients = AdamW(lr=1e-2, betas=betas), (3.0, 3.0 * fall, 2.0 * fall)
+    shards = [steps_of(isa, states, spec, *gradients) for isa in ISAS]
+    for shard in shards:
+        shard.assert_same(shards[0], "paths")
+    np.testing.assert_allclose(shards[0].weights() - 0.5, exact(spec, *gradients) - 0.5, rtol=NEAR[states])
+    m, v = shards[0].moments()
+    if states is StateKind.FLOAT32:
+        lamb = steps_of(ISAS[0], states, LAMB(betas=betas), *gradients)
+        np.testing.assert_array_equal(lamb.exp_avg.view(np.float32), m)
+        np.testing.assert_array_equal(lamb.exp_avg_sq.view(np.float32), v)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-30])
+def test_a_second_moment_that_is_flushed_divides_nothing(eps: float) -> None:
+    """The square of 1e-20 is no normal number; without a least eps, the step is infinite, and of 0 NaN."""
+    for gradient in (1e-20, 0.0):
+        weights = steps_of(ISAS[-1], StateKind.FLOAT32, AdamW(lr=1e-2, eps=eps), gradient, gradient).weights()
+        assert np.abs(weights - 0.5).max() <= 2e-2
+    assert AdamW(eps=1e-17).constants(1)[4] == 1e-17  # 2^-63 / sqrt(1 - 0.999) is 3.4e-18
 
 
 @pytest.mark.parametrize("isa", ISAS)

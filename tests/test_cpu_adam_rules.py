@@ -164,6 +164,19 @@ def test_lion_follows_its_paper() -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
+def test_lion_without_betas_takes_the_sign_of_the_gradient(isa: str) -> None:
+    """However small it is beside the one before."""
+    cpu_adam.force_isa(isa)
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 70, 3, classes=False)
+    shard.exp_avg.view(np.float32)[:] = 1.0
+    shard.grad.view(np.float32)[:] = -1e-9
+    before = shard.weights().astype(np.float64)
+    Trained(shard).step(Hyper(Lion(lr=0.5, betas=(0.0, 0.0))))
+    np.testing.assert_array_equal(shard.weights(), (before + 0.5).astype(np.float32))
+    np.testing.assert_array_equal(shard.exp_avg.view(np.float32), np.float32(-1e-9))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_lion_where_there_is_no_direction(isa: str) -> None:
     cpu_adam.force_isa(isa)
     shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 70, 3, classes=False)

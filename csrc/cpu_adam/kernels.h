@@ -51,7 +51,9 @@ inline constexpr int kModes = 4;
 inline constexpr int kStates = 2;
 inline constexpr int kConstants = 8;
 
-// One optimizer step over flat arrays. The constants are the rule's, rounded once from double:
+// One optimizer step over flat arrays. The constants are the rule's, rounded once from double. A
+// one_minus_beta is -beta instead where beta < 0.5 (-0 for 0), and then m = beta * m + (1 - beta) * g,
+// likewise v:
 //   kAdam: grad_scale, l2, decay, one_minus_beta1, one_minus_beta2, eps, neg_step, inv_sqrt_bc2
 //     g  = grad * grad_scale                      (l2 != 0: g += l2 * p)
 //     m += one_minus_beta1 * (g - m)

@@ -16,20 +16,45 @@ struct GradientTerms {
     }
 };
 
+// A running mean, s = beta * s + (1 - beta) * x. Its constant is 1 - beta; or -beta, -0 for 0, where beta <
+// 0.5: there s + (1 - beta) * (x - s) would lose an x that is much smaller than s.
+struct Mean {
+    Vec::F keep, take, above;
+    bool forgets;
+    explicit Mean(float c) : keep(Vec::set(-c)), forgets(__builtin_bit_cast(std::uint32_t, c) >> 31 != 0) {
+        take = Vec::set(forgets ? 1.0f + c : c);
+        above = Vec::set(forgets ? 1.0f + c : c * (1.0f + 0x1p-16f));
+    }
+    Vec::F next(Vec::F s, Vec::F x) const {
+        return forgets ? Vec::fma(keep, s, Vec::mulf(take, x)) : Vec::fma(take, Vec::subf(x, s), s);
+    }
+    // Of the square of x, which is none from |x| = 2^64 on. There (1 - beta) * x comes first, as in torch.
+    // What that gives is a little too large, so that it is the smaller one only where the other is infinite.
+    Vec::F next_square(Vec::F s, Vec::F x) const {
+        const Vec::F part = Vec::mulf(above, x);
+        if (forgets) {
+            return Vec::fma(part, x, Vec::mulf(keep, s));
+        }
+        return Vec::minf(Vec::fma(take, Vec::fms(x, x, s), s), Vec::fma(part, x, s));
+    }
+};
+
 struct Adam : GradientTerms {
     static constexpr int kStates = 2;
-    Vec::F decay, one_minus_beta1, one_minus_beta2, eps, neg_step, inv_sqrt_bc2;
+    Vec::F decay;
+    Mean first, second;
+    Vec::F eps, neg_step, inv_sqrt_bc2;
     explicit Adam(const float* c)
         : GradientTerms(c),
           decay(Vec::set(c[2])),
-          one_minus_beta1(Vec::set(c[3])),
-          one_minus_beta2(Vec::set(c[4])),
+          first(c[3]),
+          second(c[4]),
           eps(Vec::set(c[5])),
           neg_step(Vec::set(c[6])),
           inv_sqrt_bc2(Vec::set(c[7])) {}
     Vec::F update(Vec::F p, Vec::F g, Vec::F (&s)[kStates]) const {
-        s[0] = Vec::fma(one_minus_beta1, Vec::subf(g, s[0]), s[0]);
-        s[1] = Vec::fma(one_minus_beta2, Vec::fms(g, g, s[1]), s[1]);
+        s[0] = first.next(s[0], g);
+        s[1] = second.next_square(s[1], g);
         const Vec::F denominator = Vec::fma(Vec::sqrtf(s[1]), inv_sqrt_bc2, eps);
         return Vec::fma(neg_step, Vec::divf(s[0], denominator), Vec::mulf(p, decay));
     }
@@ -62,17 +87,13 @@ struct Momentum : GradientTerms {
 
 struct Lion : GradientTerms {
     static constexpr int kStates = 1;
-    Vec::F decay, neg_lr, one_minus_beta1, one_minus_beta2;
+    Vec::F decay, neg_lr;
+    Mean ahead, kept;
     explicit Lion(const float* c)
-        : GradientTerms(c),
-          decay(Vec::set(c[2])),
-          neg_lr(Vec::set(c[3])),
-          one_minus_beta1(Vec::set(c[4])),
-          one_minus_beta2(Vec::set(c[5])) {}
+        : GradientTerms(c), decay(Vec::set(c[2])), neg_lr(Vec::set(c[3])), ahead(c[4]), kept(c[5]) {}
     Vec::F update(Vec::F p, Vec::F g, Vec::F (&s)[kStates]) const {
-        const Vec::F difference = Vec::subf(g, s[0]);
-        const Vec::F direction = Vec::sign(Vec::fma(one_minus_beta1, difference, s[0]));
-        s[0] = Vec::fma(one_minus_beta2, difference, s[0]);
+        const Vec::F direction = Vec::sign(ahead.next(s[0], g));
+        s[0] = kept.next(s[0], g);
         return Vec::fma(neg_lr, direction, Vec::mulf(p, decay));
     }
 };
@@ -89,18 +110,20 @@ struct Adagrad : GradientTerms {
 
 // Adam's direction, whose length the norms of the parameter and of itself decide: see lamb.h.
 struct Lamb : GradientTerms {
-    Vec::F decay, one_minus_beta1, one_minus_beta2, eps, inv_bc1, inv_sqrt_bc2;
+    Vec::F decay;
+    Mean first, second;
+    Vec::F eps, inv_bc1, inv_sqrt_bc2;
     explicit Lamb(const float* c)
         : GradientTerms(c),
           decay(Vec::set(c[2])),
-          one_minus_beta1(Vec::set(c[3])),
-          one_minus_beta2(Vec::set(c[4])),
+          first(c[3]),
+          second(c[4]),
           eps(Vec::set(c[5])),
           inv_bc1(Vec::set(c[6])),
           inv_sqrt_bc2(Vec::set(c[7])) {}
     void moments(Vec::F g, Vec::F& m, Vec::F& v) const {
-        m = Vec::fma(one_minus_beta1, Vec::subf(g, m), m);
-        v = Vec::fma(one_minus_beta2, Vec::fms(g, g, v), v);
+        m = first.next(m, g);
+        v = second.next_square(v, g);
     }
     Vec::F direction(Vec::F p, Vec::F m, Vec::F v) const {
         const Vec::F denominator = Vec::fma(Vec::sqrtf(v), inv_sqrt_bc2, eps);

@@ -18,6 +18,17 @@ from typing import Any, ClassVar
 from offload.errors import ConfigError
 from offload.spec import BelowOne, Finite, NotNegative, OptimizerSpec, Positive, optimizer
 
+# Of a square that does not count as zero: what eps is at least, so that no step divides by less.
+_LEAST_ROOT = 2.0**-63
+
+
+def _weight(beta: float) -> float:
+    """Return the kernel's constant for a running mean, which keeps all digits of the smaller one of beta and the rest.
+
+    It is 1 - beta, or -beta where that is smaller in size (-0.0 for 0).
+    """
+    return 1.0 - beta if beta >= 0.5 else -beta
+
 
 @optimizer
 class AdamW(OptimizerSpec):
@@ -70,9 +81,9 @@ class AdamW(OptimizerSpec):
         return (
             0.0 if self.DECOUPLED else self.weight_decay,
             1.0 - self.lr * self.weight_decay if self.DECOUPLED else 1.0,
-            1.0 - beta1,
-            1.0 - beta2,
-            self.eps,
+            _weight(beta1),
+            _weight(beta2),
+            max(self.eps, _LEAST_ROOT / math.sqrt(1.0 - beta2**step)),
             -self.lr / (1.0 - beta1**step),
             1.0 / math.sqrt(1.0 - beta2**step),
         )
@@ -172,7 +183,7 @@ class Lion(OptimizerSpec):
     def constants(self, step: int) -> tuple[float, ...]:
         """Return l2, decay, neg_lr, one_minus_beta1, one_minus_beta2."""
         beta1, beta2 = self.betas
-        return 0.0, 1.0 - self.lr * self.weight_decay, -self.lr, 1.0 - beta1, 1.0 - beta2
+        return 0.0, 1.0 - self.lr * self.weight_decay, -self.lr, _weight(beta1), _weight(beta2)
 
 
 @optimizer
@@ -200,7 +211,7 @@ class Adagrad(OptimizerSpec):
 
     def constants(self, step: int) -> tuple[float, ...]:
         """Return l2, neg_lr, eps."""
-        return self.weight_decay, -(self.lr / (1.0 + (step - 1) * self.lr_decay)), self.eps
+        return self.weight_decay, -(self.lr / (1.0 + (step - 1) * self.lr_decay)), max(self.eps, _LEAST_ROOT)
 
 
 @optimizer
@@ -230,7 +241,8 @@ class LAMB(OptimizerSpec):
         """Return l2, decay, one_minus_beta1, one_minus_beta2, eps, inv_bc1, inv_sqrt_bc2."""
         beta1, beta2 = self.betas
         bc1, bc2 = 1.0 - beta1**step, 1.0 - beta2**step
-        return 0.0, self.weight_decay, 1.0 - beta1, 1.0 - beta2, self.eps, 1.0 / bc1, 1.0 / math.sqrt(bc2)
+        least = max(self.eps, _LEAST_ROOT / math.sqrt(bc2))
+        return 0.0, self.weight_decay, _weight(beta1), _weight(beta2), least, 1.0 / bc1, 1.0 / math.sqrt(bc2)
 
     def step_size(self, param_squares: float, direction_squares: float) -> float:
         """Return the factor on the direction, from the sums of squares of a whole parameter and of its direction."""
