@@ -108,6 +108,10 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             cpu_adam.step(replace(arrays, target=replace(target, **change)), HYPER)
+    half = Shard.random(Variant(Dtype.BFLOAT16, MasterKind.FLOAT32, Dtype.FLOAT16), 256, 1, classes=False).copy()
+    emitting = into(half, blank(half))
+    with pytest.raises(ValueError, match="emit: expected an address that is a multiple of 64 with a target"):
+        cpu_adam.step(replace(emitting, emit=emitting.emit + 2), HYPER)
     with pytest.raises(ValueError, match="target: expected None for LAMB"):
         cpu_adam.step(arrays, Hyper(LAMB(lr=1e-2), step=1, grad_scale=1.0))
     with pytest.raises(ValueError, match="target: expected None for emit"):

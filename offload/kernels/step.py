@@ -49,7 +49,7 @@ class StepArrays:
         units: (ceil(numel / 128), 2) uint8, the blocks' exponents; for ``StateKind.INT8``, else 0. All zeros, with
             states of all zeros, are the states before the first step.
         emit: (numel,) ``emit_dtype``, written with the new parameter; 0 for none. :func:`step` emits beside
-            ``MasterKind.FLOAT32`` only, in 16 bits.
+            ``MasterKind.FLOAT32`` only, in 16 bits; with a target, at a multiple of 64 B.
         emit_dtype: The dtype of ``emit``.
         seed: Of the random numbers that round states of fewer than 32 bits.
         offset: Global index of the first element, the same for the same element in every step, different for every
@@ -203,6 +203,11 @@ def _check_emission(arrays: StepArrays) -> None:
         raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
     if bool(arrays.emit) != (arrays.emit_dtype is not None) and arrays.numel:
         raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
+    if arrays.target is not None and arrays.emit % LINE_BYTES:
+        raise ValueError(
+            f"emit: expected an address that is a multiple of {LINE_BYTES} with a target but got {arrays.emit:#x}; "
+            "start the range at a line"
+        )
 
 
 def _checked_count(arrays: StepArrays, hyper: Hyper, *more: Range) -> int:
