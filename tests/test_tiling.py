@@ -76,12 +76,47 @@ def test_a_new_one_is_initialised_as_the_whole_layer_is() -> None:
     assert 0.9 / 20 < values.max() <= 1 / 20 + 1e-3  # 1 / sqrt(400); of a tile it would be 1 / sqrt(50)
     assert ops.TiledLinear((4, 4), bias=False, device="meta").tiles[0].weight.is_meta
     assert "out_splits=2" in repr(tiled)
-    with pytest.raises(AttributeError, match="TiledLinear: has no weight in one piece; its tiles have theirs"):
-        _ = tiled.weight
-    assert not hasattr(tiled, "bias")
+    assert tiled.bias.shape == (50,) and ops.TiledLinear((4, 4), bias=False).bias is None
     assert torch.equal(
         copy.deepcopy(tiled)(torch.ones(1, 400, dtype=torch.bfloat16)), tiled(torch.ones(1, 400).bfloat16())
     )
+
+
+def test_a_tiled_layer_tells_the_form_of_its_weight_and_nothing_else() -> None:
+    """As forwards of other modules ask for it, T5's for the dtype."""
+    tiled = ops.TiledLinear(layer(40, 6, dtype=torch.bfloat16).requires_grad_(False), in_splits=8, out_splits=2)
+    weight: Any = tiled.weight
+    assert isinstance(weight, torch.Tensor) and not weight.requires_grad
+    assert (weight.shape, weight.dtype, weight.device.type) == ((6, 40), torch.bfloat16, "cpu")
+    assert (weight.nbytes, weight.numel(), weight.dim(), weight.is_floating_point()) == (480, 240, 2, True)
+    assert ops.TiledLinear((4, 4), device="meta").weight.is_meta
+    assert "weight of a layer in tiles: torch.bfloat16, (6, 40), cpu" in repr(weight)
+    for use in (
+        lambda: weight + 1,
+        lambda: weight.data,
+        lambda: weight.requires_grad_(True),
+        lambda: setattr(weight, "requires_grad", True),
+        lambda: torch.cat([weight]),
+        lambda: nn.init.zeros_(weight),
+    ):
+        with pytest.raises(ConfigError, match="TiledLinear: has no weight.* in one piece; its tiles have theirs"):
+            use()
+    with pytest.raises(KeyError, match="already exists"):
+        tiled.weight = nn.Parameter(torch.ones(6, 40))
+
+
+def test_tiles_of_tiles_have_the_names_of_the_whole_layer() -> None:
+    model = nn.Sequential(layer(64, 64), nn.Linear(64, 4, bias=False))
+    model[0].bias.requires_grad_(False)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    ops.tile_(model, larger_than=4096)
+    assert len(ops.tile_(model, larger_than=1024)) == 4
+    joined = ops.join_tiles(model, model.state_dict())
+    assert joined.keys() == state.keys() and all(torch.equal(joined[name], state[name]) for name in state)
+    assert ops.split_tiles(model, joined).keys() == model.state_dict().keys()
+    whole = model[0].whole()
+    assert torch.equal(whole.weight, state["0.weight"]) and torch.equal(whole.bias, state["0.bias"])
+    assert whole.weight.requires_grad and not whole.bias.requires_grad
 
 
 def test_tiles_on_the_meta_device_begin_with_the_values_of_a_whole_layer() -> None:
@@ -246,6 +281,7 @@ def test_save_pretrained_writes_whole_layers(tmp_path: Path) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     names = ops.tile_(model, larger_than="4KiB")
     assert "lm_head" in names and "model.layers.1.mlp.down_proj" in names
+    assert "model.layers.1.mlp.down_proj.tiles.0" in ops.tile_(model, larger_than="1KiB"), "tiles are tiled again"
     options = small_device(tmp_path, 96 << 10)
     with offload.Engine(model, offload.AdamW(lr=0.1), **options) as engine:
         ids = torch.arange(12).view(1, 12)
@@ -260,6 +296,36 @@ def test_save_pretrained_writes_whole_layers(tmp_path: Path) -> None:
     for name, value in state.items():
         assert torch.equal(before[name], value) and torch.equal(after[name], trained[name])
         assert not torch.equal(after[name], value), name
+
+
+def test_t5_asks_a_tiled_layer_for_its_dtype() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).eval()
+    ids = torch.arange(6).view(1, 6)
+    truth = model(input_ids=ids, labels=ids).logits
+    assert len(ops.tile_(model, larger_than=2048)) == 6
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).logits, truth)
+
+
+def test_an_encoder_of_torch_evaluates_with_tiled_layers(tmp_path: Path) -> None:
+    """Its fast path, of other operators, takes weights of whole layers."""
+    torch.manual_seed(0)
+    one = nn.TransformerEncoderLayer(32, 2, 128, batch_first=True)
+    model = nn.TransformerEncoder(one, 2).eval()
+    x, padding = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    truth = model(x, src_key_padding_mask=padding)
+    assert len(ops.tile_(model, larger_than="4KiB")) == 4
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(plain, truth)
+    with offload.Engine(model, offload.AdamW(), **small_device(tmp_path, 48 << 10)) as engine:
+        engine.eval()
+        with torch.no_grad():
+            assert torch.equal(engine(x, src_key_padding_mask=padding), plain)
 
 
 def test_a_tiled_layer_of_two_names_has_whole_tensors_by_both() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.sizes import format_bytes, parse_bytes
+from offload.torch_private import no_subclasses
 
 
 class Tile(nn.Linear):
@@ -32,6 +33,42 @@ class Tile(nn.Linear):
             nn.init.uniform_(parameter, -bound, bound)
 
 
+class _Whole(torch.Tensor):
+    """Stands for a weight or bias in tiles: tells its shape, dtype and device, and has no elements."""
+
+    of: str
+
+    @classmethod
+    def like(cls, name: str, tile: torch.Tensor, shape: tuple[int, ...]) -> _Whole:
+        """Return what stands for the `name` of a layer with this tile."""
+        with no_subclasses():
+            made = torch.empty(1, dtype=tile.dtype, device=tile.device).expand(shape).as_subclass(cls)
+            made.requires_grad_(tile.requires_grad)
+            made.of = name
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<the {self.of} of a layer in tiles: {self.dtype}, {tuple(self.shape)}, {self.device}>"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if (func.__self__.__name__ if name == "__get__" else name) in _TOLD:
+            with no_subclasses():
+                return func(*args, **(kwargs or {}))
+        of = next((arg.of for arg in args if isinstance(arg, cls)), "weight or bias")
+        raise ConfigError(
+            f"TiledLinear: has no {of} in one piece; its tiles have theirs, and whole() returns an nn.Linear"
+        )
+
+
+_TOLD = {
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "element_size", "itemsize", "nbytes"),
+    *("dtype", "is_floating_point", "is_complex", "layout", "is_sparse", "requires_grad"),
+    *("device", "get_device", "is_cpu", "is_cuda", "is_meta"),
+}
+
+
 class TiledLinear(nn.Module):
     """What an ``nn.Linear`` computes, from tiles of its weight.
 
@@ -42,6 +79,7 @@ class TiledLinear(nn.Module):
     layer. The gradient of the input is a sum of one product per tile. With more, outputs are sums, too: products are
     added in float32 and rounded once more. So input splits, and the input's gradient, differ in last bits.
 
+    Its ``weight`` and ``bias`` tell shape, dtype and device, and nothing else: forwards of other modules ask for those.
     Its state dict has the names of the tiles. ``load_state_dict`` takes ``weight`` and ``bias`` of the whole layer,
     too; :func:`join_tiles` makes a state dict that has them.
     """
@@ -146,9 +184,9 @@ class TiledLinear(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias"):
-            raise AttributeError(
-                f"TiledLinear: has no {name} in one piece; its tiles have theirs, and whole() returns an nn.Linear"
-            )
+            shape = (self.out_features, self.in_features)[: 2 if name == "weight" else 1]
+            tile = getattr(self._all()[0], name)
+            return None if tile is None else _Whole.like(name, tile, shape)
         return super().__getattr__(name)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -250,7 +288,8 @@ def join_tiles(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any
         ConfigError: the dict has some tiles of a layer, but not all; names the first that is missing.
     """
     found = dict(state_dict)
-    for path, layer in model.named_modules(remove_duplicate=False):
+    modules = model.named_modules(remove_duplicate=False)
+    for path, layer in sorted(modules, key=lambda found: -found[0].count(".")):  # tiles may be tiled: those first
         prefix = f"{path}." if path else ""
         mine = [key for key in found if key.startswith(f"{prefix}tiles.")] if isinstance(layer, TiledLinear) else []
         if isinstance(layer, TiledLinear) and mine:
