@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.errors import ConfigError
-from offload.optim.probe import own_class, plain_torch
+from offload.optim.probe import options_of, own_class, plain_torch
 from offload.optim.rules import rule_of
 from offload.planning.roles import MOMENTS
 
@@ -224,7 +224,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "shares": (Shares, "or one and the parameter, share theirs; clone"),
     "odd": (OddState, r"size follows from the parameter's but 'low' has \(5,\) for \(5, 7\)"),
     "master": (NamedMaster, "no state of NamedMaster with the name 'master'.*rename it"),
-    "capturable": (lambda p: torch.optim.NAdam(p, capturable=True), "one by one, but it raised .*capturable"),
 }
 
 
@@ -245,6 +244,14 @@ def test_states_by_the_number_of_dimensions() -> None:
     vectors = own_class(torch.optim.Adafactor(parameters((40,), (2, 3))))
     assert vectors.names == ("variance",)
     assert vectors.size.kept_bytes == 2 * 4 + 4 * (2 + 3)
+
+
+def test_how_torch_makes_a_step_is_not_heeded() -> None:
+    """`capturable` is for a GPU: a dict of a run there may bring it into the groups."""
+    how: dict[str, Any] = {"foreach": True, "capturable": True}
+    found = own_class(torch.optim.NAdam(parameters((8, 8)), **how))
+    assert found.names == own_class(torch.optim.NAdam(parameters((8, 8)))).names
+    assert options_of({"lr": 0.1, **how, "params": []}) == {"lr": 0.1, "foreach": False, "capturable": False}
 
 
 def test_groups_with_other_options_have_other_states() -> None:

@@ -110,7 +110,7 @@ def plain_torch() -> Iterator[None]:
 def options_of(group: Options) -> dict[str, Any]:
     """Return a group's options as they are now, with one parameter at a time updated."""
     options = {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
-    return {name: False if name in ("foreach", "fused") else value for name, value in options.items()}
+    return {name: False if name in ("foreach", "fused", "capturable") else value for name, value in options.items()}
 
 
 def members_of(group: Options) -> dict[int, Member]:
