@@ -180,7 +180,8 @@ class OptimizerSpec:
     def _refuse_other_steps(cls, options: Mapping[str, Any], subject: str) -> None:
         """Refuse options of torch's classes that are set and would not be heeded."""
         for name in (*cls.OTHER_STEPS, *_OTHER_STEPS):
-            if options.get(name):
+            says_what_it_is = name == "decoupled_weight_decay" and getattr(cls, "DECOUPLED", False)
+            if options.get(name) and not says_what_it_is:
                 own = f"pass torch.optim.{cls.__name__}(..., {name}={options[name]!r}), which makes such steps itself"
                 raise ConfigError(
                     f"{subject}: expected no {name}, which is another step than its own, but got {options[name]!r}; "

@@ -392,6 +392,10 @@ def test_options_of_torch() -> None:
             kind(**{option: True})
     with pytest.raises(ConfigError, match="^Adam: expected no decoupled_weight_decay, .*; take offload.AdamW with it"):
         Adam(decoupled_weight_decay=True)  # type: ignore[call-arg]
+    group = {"params": [WEIGHT], "decoupled_weight_decay": True}
+    assert AdamW([group], decoupled_weight_decay=True).options() == AdamW().options()  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="^SGD, param group 0: expected no decoupled_weight_decay"):
+        SGD([group])
 
 
 def test_did_you_mean_is_silent_without_a_likeness() -> None:
