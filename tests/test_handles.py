@@ -204,6 +204,16 @@ def test_norms(order: float, foreach: bool | None, wrapped: tuple[Engine, Net, N
     assert total.dtype == torch.float32 and total.device == engine.device
 
 
+def test_how_many_elements_are_not_zero_does_not_depend_on_a_factor(wrapped: tuple[Engine, Net, Net]) -> None:
+    engine, model, plain = wrapped
+    backward(engine, plain)
+    for factor in (0.25, -3.0, 0.0):
+        for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+            ours.mul_(factor)
+            theirs.mul_(factor)
+            assert ours.norm(0).item() == theirs.norm(0).item()
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("foreach", [None, False, True])

@@ -317,7 +317,10 @@ class GradientBook:
 
     def norm(self, value: Value, order: float) -> float:
         """Return the norm of what the step would use of a gradient."""
-        return self._raw_norm(value.where, order) * abs(value.factor) * self.averaging()
+        raw = self._raw_norm(value.where, order)
+        if order == 0.0:  # how many are not zero
+            return raw if value.factor else 0.0
+        return raw * abs(value.factor) * self.averaging()
 
     def is_finite(self, value: Value) -> bool:
         """Tell whether all elements are."""
