@@ -1595,6 +1595,17 @@ def test_passes_that_were_dropped_do_not_count_as_an_accumulation(caplog: pytest
     assert not any("call engine.step() behind" in message for message in caplog.messages)
 
 
+def test_a_complex_loss_is_refused_as_torch_does() -> None:
+    model = nn.Linear(4, 4)
+    with Engine(model, SGD(lr=0.1), **everything_on_device()) as engine:
+        loss = engine(torch.ones(2, 4)).sum() * 1j
+        with pytest.raises(RuntimeError, match="only for real scalar outputs"):
+            engine.backward(loss)
+        assert model.weight.grad is None
+        engine.backward(loss, gradient=torch.tensor(1j, device=loss.device))
+        assert model.weight.grad is not None
+
+
 def test_a_loss_that_is_no_scalar_has_the_gradient_that_it_is_given() -> None:
     """Nobody looks at it as a loss: that came too late, when the gradients were there."""
     model = nn.Linear(8, 8)

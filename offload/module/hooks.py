@@ -335,7 +335,8 @@ class Hooks:
         """
         self._passes.end()
         with self.watch():
-            if not loss.requires_grad or options.get("inputs") is not None or (gradient is None and loss.numel() != 1):
+            no_loss = loss.numel() != 1 or not loss.dtype.is_floating_point
+            if not loss.requires_grad or options.get("inputs") is not None or (gradient is None and no_loss):
                 loss.backward(gradient, **options)  # for torch's own errors; and given inputs are tensors that it sees
                 return
             edge = torch.autograd.graph.get_gradient_edge(loss)
