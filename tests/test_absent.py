@@ -968,6 +968,22 @@ def test_a_load_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
         assert torch.equal(engine.state_dict()["scale"], normed(1).state_dict()["scale"])
 
 
+def test_a_load_is_not_taken_for_one_that_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frame may be where the other one's was: nothing that the other one has come to is written."""
+    monkeypatch.setattr("offload.module.load.id", lambda _: 1, raising=False)
+    model = normed(0)
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        handle = model.norm.register_load_state_dict_pre_hook(_raise)
+        with pytest.raises(KeyError):
+            model.load_state_dict(normed(1).state_dict())
+        handle.remove()
+        wanted = normed(2).state_dict()
+        model.load_state_dict({"scale": wanted["scale"]}, strict=False)
+        found, before = engine.state_dict(), normed(0).state_dict()
+        assert torch.equal(found["scale"], wanted["scale"])
+        assert torch.equal(found["blocks.2.weight"], before["blocks.2.weight"])
+
+
 def _raise(*_: object) -> None:
     raise KeyError
 

@@ -28,15 +28,13 @@ class _Load:
     """One call of ``load_state_dict`` under way.
 
     Attributes:
-        frame: identity of the call's frame.
         module: the first of ours that it has come to, which it leaves last.
         strict: whether torch will raise where names are missing or unexpected; False where others decide on that.
-        errors: torch's list of what does not fit.
+        errors: torch's list of what does not fit, which only this call has.
         buffers: the module's buffers as they were.
         values: what is to be written.
     """
 
-    frame: int
     module: nn.Module
     strict: bool
     errors: list[str]
@@ -75,7 +73,10 @@ class ModuleLoad:
     @property
     def is_under_way(self) -> bool:
         """Whether a load is."""
-        return self._load is not None and _frame(self._load.frame) is not None
+        if self._load is None:
+            return False
+        frame, errors = _frame(), self._load.errors  # a frame has the user's state dict, so it is not kept
+        return frame is not None and any(value is errors for value in frame.f_locals.values())
 
     def note(self, values: Mapping[Where, torch.Tensor]) -> None:
         """Note what is being copied to a parameter; a load is under way."""
@@ -112,7 +113,7 @@ class ModuleLoad:
         outermost = frame.f_locals.get("self")
         own = outermost in self._modules and outermost is module
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-        self._load = _Load(id(frame), module, own and bool(frame.f_locals.get("strict")), errors, buffers)
+        self._load = _Load(module, own and bool(frame.f_locals.get("strict")), errors, buffers)
         self._end = module.register_load_state_dict_post_hook(self._finish)  # now: so that it is the last one
 
     def _finish(self, module: nn.Module, report: Any) -> None:
@@ -133,9 +134,9 @@ class ModuleLoad:
             self._end = None
 
 
-def _frame(identity: int | None = None) -> FrameType | None:
-    """Return the frame of the innermost ``load_state_dict`` that is running; None unless it has this identity."""
+def _frame() -> FrameType | None:
+    """Return the frame of the innermost ``load_state_dict`` that is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not nn.Module.load_state_dict.__code__:
         frame = frame.f_back
-    return frame if frame is None or identity in (None, id(frame)) else None
+    return frame
