@@ -47,6 +47,7 @@ from offload.module.gradient_book import GradientBook
 from offload.module.gradient_hooks import HookCalls
 from offload.module.gradient_tensors import GradientTensors
 from offload.module.hooks import Hooks, refuse_taken
+from offload.module.pass_times import PassCalls
 from offload.module.quantized import make_ready
 from offload.module.recomputing import Recomputing, can_recompute
 from offload.optim.progress import LossScaler, Progress
@@ -105,9 +106,9 @@ class Steps:
         """Return what hooks ask."""
         step, deferral = self.step, calls.deferral
         if step is None:
-            return HookCalls(lambda passes: True, lambda: None, lambda: None, deferral, calls.optimizer)
+            return HookCalls(lambda passes: True, lambda: None, lambda: None, deferral, calls.passes, calls.optimizer)
         refuse = self.run.scaler.refuse_gradient
-        return HookCalls(step.micro_batches.is_final, step.guess, refuse, deferral, calls.optimizer)
+        return HookCalls(step.micro_batches.is_final, step.guess, refuse, deferral, calls.passes, calls.optimizer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,12 +140,14 @@ class EngineCalls:
     Attributes:
         optimizer: what its optimizer asks.
         deferral: holds Ctrl-C back while something is half done.
+        passes: what is told of passes.
         life: begins when the memory is there.
         record: of a durable run; None where nothing survives the process.
     """
 
     optimizer: Calls
     deferral: Deferral
+    passes: PassCalls
     life: Life
     record: Record | None = None
 

@@ -33,6 +33,7 @@ from offload.interrupt import Deferral
 from offload.life import Life
 from offload.module import refusals
 from offload.module.clipping import clip_grad_norm_
+from offload.module.pass_times import PassCalls
 from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
@@ -138,9 +139,9 @@ class Engine(EngineTensors, EngineRuns):
                     self.module, self.reference = model, reference
                     self.config = run_of_rank(Config.load(config, **options), ranks)
                     self._durable = self._begin_run(optimizer)
-                    calls = EngineCalls(
-                        Calls(self._step_now, self.zero_grad, self._deferral), self._deferral, self._life, self._durable
-                    )
+                    passes = PassCalls(self._pass_begins, self._passed)
+                    optimizing = Calls(self._step_now, self.zero_grad, self._deferral)
+                    calls = EngineCalls(optimizing, self._deferral, passes, self._life, self._durable)
                     if weights is not None and not isinstance(weights, Weights):
                         weights = find_weights(model, weights)
                     with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
@@ -279,6 +280,12 @@ class Engine(EngineTensors, EngineRuns):
     def _step_now(self) -> bool:
         self._require_open()  # first: a model whose engine was not made may have hooks that lead here
         return self._training.take_step()
+
+    def _pass_begins(self, what: str) -> None:
+        self._watch.begins(what)
+
+    def _passed(self, what: str) -> None:
+        self._watch.passed(what)
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 

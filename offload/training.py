@@ -51,7 +51,7 @@ class Training:
             life: whether it can be used.
             deferral: holds Ctrl-C back while something is half done.
             decision: of what becomes of activations.
-            watch: sees passes and steps.
+            watch: sees steps, and what losses are.
             durable: learns when a step ends; None where nothing is committed.
         """
         self._decision = decision
@@ -72,7 +72,6 @@ class Training:
         self._ranks = parts.ranks
         self._names = parts.tree.names()
         self._is_sliced = parts.plan.request.slices_parameters
-        self._step_begin: float | None = None  # when the step that comes next began
         self._is_ours = False  # the step: not asked for by optimizer.step(), which does nothing where torch's would not
         self._last_loss: weakref.ref[torch.Tensor] | None = None
 
@@ -82,7 +81,7 @@ class Training:
         self._hooks.refuse_other_threads()
         all_wait = torch.is_grad_enabled() or self._is_sliced
         telling = self._telling_ranks() if all_wait else contextlib.nullcontext()
-        with telling, self._counting("forward"), self._deferral:
+        with telling, self._hooks.times.counting("forward"), self._deferral:
             try:
                 with self._hooks.watch():  # hooks of the user may run before ours, or after
                     output = module(*args, **kwargs)
@@ -103,7 +102,7 @@ class Training:
                 manager, step = self._life.require_open(), self.require_step("backward")
                 self._hooks.refuse_other_threads()
                 step.micro_batches.note_meant()
-                with self._telling_ranks(NonFiniteError), self._counting("backward"):
+                with self._telling_ranks(NonFiniteError), self._hooks.times.counting("backward"):
                     self._backward(manager, step, loss, kwargs)
                 drops = True
         except BaseException:
@@ -277,10 +276,10 @@ class Training:
 
     def _note_end(self) -> None:
         """Note when a step ended, which loss scaling may have skipped: the next one begins."""
-        begin, end, number = self._step_begin, time.perf_counter(), self._run.steps + self._run.skipped
-        self._counters.spans.add(STEP, f"step {number}", end if begin is None else begin, end)
-        self._step_begin = end
-        self._watch.stepped(end)
+        end = time.perf_counter()
+        begin = self._watch.stepped(end)
+        if begin is not None:
+            self._counters.spans.add(STEP, f"step {self._run.steps + self._run.skipped}", begin, end)
 
     def _tell(self, error: BaseException, what: str, held: Mapping[str, int] | None = None) -> None:
         """Raise what tells more than `error`, where the device's memory is full.
@@ -305,16 +304,3 @@ class Training:
     def _drop_gradients(self, manager: Manager) -> None:
         self._book.clear()
         manager.drop_gradients()
-
-    @contextlib.contextmanager
-    def _counting(self, what: str) -> Iterator[None]:
-        """Count the seconds of the ``with`` block as those of computing `what`, and show when it is over.
-
-        A step begins with what trains: an evaluation before the first one is no part of it.
-        """
-        begin = time.perf_counter()
-        if (what == "backward" or torch.is_grad_enabled()) and self._watch.begins(begin):
-            self._step_begin = begin
-        with self._hooks.times.counting(what):
-            yield
-        self._watch.passed(what)

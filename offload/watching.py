@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from offload.build import Parts
 from offload.config import Config
 from offload.life import Life
@@ -54,7 +56,7 @@ class _Run:
     Attributes:
         last_step: its number.
         logged: what was counted at the last line of the log; at first, when the run began.
-        begun: a training pass was called through the engine, or a step has ended.
+        begun_s: when the step that comes next began: with a training pass that was seen, or where the last one ended.
         history: of samples.
         sampled_loss, logged_loss: since the last sample, and line of the log.
         loss: the last that is known.
@@ -66,7 +68,7 @@ class _Run:
 
     last_step: int
     logged: Sample | None
-    begun: bool = False
+    begun_s: float | None = None
     history: History = dataclasses.field(default_factory=History)
     sampled_loss: _Mean = dataclasses.field(default_factory=_Mean)
     logged_loss: _Mean = dataclasses.field(default_factory=_Mean)
@@ -79,7 +81,7 @@ class _Run:
     def end_step(self, step: int, now_s: float) -> None:
         """Note the end of a step."""
         self.step_s = None if self.ended_s is None else now_s - self.ended_s
-        self.last_step, self.ended_s, self.begun = step, now_s, True
+        self.last_step, self.ended_s, self.begun_s = step, now_s, now_s
 
 
 class Watch:
@@ -123,17 +125,20 @@ class Watch:
         run = self._parts.steps.run
         return run.steps + run.skipped
 
-    def begins(self, now_s: float) -> bool:
-        """See the beginning of a training pass; tells whether it is the first of a run.
+    def begins(self, what: str) -> None:
+        """See the beginning of a forward or backward pass, whoever calls it.
 
-        A run begins with it, whatever was done before since the engine was made, or since a checkpoint was loaded.
+        A run begins with the first pass that trains, whatever was done before since the engine was made, an evaluation
+        among it, or since a checkpoint was loaded.
         """
-        if self._step_now != self._seen.last_step:
-            self._seen = self._another_run(now_s)
-        is_first, self._seen.begun = not self._seen.begun, True
-        if is_first:
-            self._seen.logged = self._counted(now_s)
-        return is_first
+        if what != "backward" and not torch.is_grad_enabled():
+            return
+        is_another = self._step_now != self._seen.last_step
+        if is_another or self._seen.begun_s is None:
+            now_s = time.perf_counter()
+            if is_another:
+                self._seen = self._another_run(now_s)
+            self._seen.begun_s, self._seen.logged = now_s, self._counted(now_s)
 
     def passed(self, what: str) -> None:
         """See the end of a forward or backward pass."""
@@ -142,15 +147,16 @@ class Watch:
         if self._publisher is not None and now_s >= self._publish_at_s:
             self._publish(now_s)
 
-    def stepped(self, now_s: float) -> None:
-        """See the end of an optimizer step, or of one that was skipped."""
+    def stepped(self, now_s: float) -> float | None:
+        """See the end of an optimizer step, or of one that was skipped; returns when it began, if that is known."""
         self._phase = "step"
         manager, seen, step = self._life.manager, self._seen, self._step_now
         if manager is None:
-            return
-        if step != seen.last_step + 1:  # a checkpoint was loaded, and no pass was called through the engine
+            return None
+        if step != seen.last_step + 1:  # a checkpoint was loaded, and gradients came without a pass
             self._seen = self._another_run(now_s)
-            return
+            return None
+        begun_s = seen.begun_s
         seen.end_step(step, now_s)
         sampled = seen.history.wants(step) and (now_s >= seen.sample_at_s or step <= EVERY_STEP)
         logged = self._log_every is not None and step % self._log_every == 0
@@ -166,6 +172,7 @@ class Watch:
                 seen.logged, seen.logged_loss = sample, _Mean()
         if self._publisher is not None and now_s >= self._publish_at_s:
             self._publish(now_s)
+        return begun_s
 
     def _another_run(self, now_s: float) -> _Run:
         return _Run(self._step_now, self._counted(now_s))

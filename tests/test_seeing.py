@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from test_spans import TWO_STEPS, recorded
 from test_stats import snapshot
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import training, watching
@@ -462,8 +463,76 @@ def test_a_loaded_checkpoint_begins_another_run(tmp_path: Path, caplog: pytest.L
         loss_of(engine.module, 0).backward()  # what torch's own loops do
         engine.optimizer.step()
         train(2)
-        assert steps_of_lines() == ["8 to 9"]
-        assert [one.step for one in engine._watch.samples()][0] == 8
+        assert steps_of_lines() == ["7 to 9"]
+        assert [one.step for one in engine._watch.samples()][0] == 7
+
+
+def compute_names(engine: offload.Engine) -> list[str]:
+    spans = take_spans(engine._parts, engine._life.require_open()).spans
+    return [span.name for span in spans if span.lane == "compute"]
+
+
+def test_passes_of_a_loop_that_calls_the_module_itself_are_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trainers do. Half a minute of other work before is in no line and no step."""
+    caplog.set_level(logging.INFO, logger="offload.watching")
+    monkeypatch.setattr(training, "time", watching.time)
+    engine, _ = trained(tmp_path, 0, log_every=3)
+    with engine:
+        assert engine.optimizer is not None
+        clock[0] += 30
+        for number in range(3):
+            loss = loss_of(engine.module, number)
+            assert engine._watch._phase == "forward"
+            clock[0] += 0.5
+            loss.backward()
+            assert engine._watch._phase == "backward"
+            engine.optimizer.step()
+        assert compute_names(engine) == ["forward", "backward"] * 3
+        assert engine.report().step_seconds == (0.5, 0.5, 0.5)
+        [line] = caplog.messages
+        assert line.startswith("steps 1 to 3, each 500.0 ms") and "forward 0.0 ms" not in line
+
+
+def test_a_step_of_gradients_that_came_without_a_pass_has_no_length(tmp_path: Path) -> None:
+    engine, _ = trained(tmp_path, 0)
+    with engine:
+        for _ in range(2):
+            for parameter in engine.module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            engine.optimizer.step()  # type: ignore[union-attr]
+        seconds = engine.report().step_seconds
+        assert len(seconds) == 1 and seconds[0] > 0
+
+
+def test_a_forward_that_is_repeated_or_fails_is_counted_once() -> None:
+    """Repetitions are part of backward, and a gradient inside of a forward is part of that."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+            x = checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[assignment]
+            torch.autograd.grad(self.inner(x).sum(), x, retain_graph=True)
+            if fails:
+                raise ZeroDivisionError
+            return x
+
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    with offload.Engine(Model(), offload.SGD(lr=0.0), device="cpu", max_memory=memory) as engine:
+        x = torch.ones(2, 8, requires_grad=True)
+        with pytest.raises(ZeroDivisionError):
+            engine.module(x, fails=True)
+        engine.module(x).sum().backward()
+        engine(x).sum().backward()
+        checkpoint(engine.module, x.sin(), use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+        engine.step()
+        with torch.no_grad():
+            engine.module.inner(x)
+        assert compute_names(engine) == ["forward", *["forward", "backward"] * 3, "forward"]
 
 
 def test_looking_costs_a_share_of_the_time_however_short_steps_are(

@@ -20,6 +20,7 @@ from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
 from offload.module.gradient_book import GradientBook
 from offload.module.left_out import LeftOut
+from offload.module.pass_times import PassCalls
 from offload.shards.backward_updates import Recipe
 from offload.shards.manager import Manager
 from offload.torch_private import no_subclasses
@@ -34,6 +35,7 @@ class HookCalls:
         guess: what the step will probably do; None where no guess is worth its while.
         refuse_gradient: why gradients are not taken now; None where they are.
         deferral: holds Ctrl-C back while something is half done.
+        passes: what is told of passes.
         kept: lives as long as the model has the hooks: the engine, which nobody else may hold.
     """
 
@@ -41,6 +43,7 @@ class HookCalls:
     guess: Callable[[], Recipe | None]
     refuse_gradient: Callable[[], str | None]
     deferral: Deferral
+    passes: PassCalls
     kept: object
 
 

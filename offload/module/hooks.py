@@ -106,7 +106,7 @@ class Hooks:
         """
         self.binding = binding
         self.lending = Lending(binding, book, manager)
-        self.times = PassTimes(manager.tiers.mover, manager.tiers.counters)
+        self.times = PassTimes(manager.tiers.mover, manager.tiers.counters, calls.passes)
         self._passes = BackwardPasses(self.times, in_callers=manager.tiers.device.addressable)
         self.saved = SavedTensors(binding, manager, activations, device, calls.deferral, self._passes)
         self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager, calls.deferral)
@@ -181,6 +181,7 @@ class Hooks:
     def unwind(self) -> None:
         """Leave every forward that an interrupt has torn out of."""
         self._forwards.unwind()
+        self.times.forget_forward()
 
     def refuse_other_threads(self) -> None:
         """Refuse to be in another thread than the one whose forward is under way.
@@ -271,6 +272,7 @@ class Hooks:
 
     def _begin_pass(self) -> None:
         """Begin the forward of the outermost module."""
+        self.times.begin_forward()
         self._passes.end()
         self._changes.adopt()
         if torch.is_grad_enabled():
@@ -303,10 +305,13 @@ class Hooks:
     def _end_forward(self, output: object) -> None:
         self._forwards.leave()
         self._manager.advance_updates(self._calls.guess)
+        is_over = not self._forwards.under_way and not in_backward()  # a repetition stops early
         if output is not None:
             self._activations.balance()
-        elif not self._forwards.under_way and not in_backward():  # the forward has failed; a repetition stops early
+        elif is_over:  # the forward has failed
             self._activations.abandon_pass()
+        if is_over:
+            self.times.end_forward()
 
     def watch(self) -> contextlib.AbstractContextManager[None]:
         """Serve parameters that are used outside any module's forward, inside the ``with`` block.
