@@ -1,6 +1,13 @@
-"""Classes of other libraries, known by their names, so that nothing has to be imported to ask for them."""
+"""Classes of other libraries, known by their names, so that nothing has to be imported to ask for them.
+
+Owns, too, what is said where transformers is needed and cannot be imported.
+"""
 
 from __future__ import annotations
+
+from typing import Any
+
+from offload.errors import ConfigError
 
 
 def is_a(value: object, package: str, name: str) -> bool:
@@ -11,3 +18,19 @@ def is_a(value: object, package: str, name: str) -> bool:
 def package_of(kind: type) -> str:
     """Return the name of the top package that a class is from."""
     return kind.__module__.partition(".")[0]
+
+
+def import_transformers() -> Any:
+    """Return the library transformers.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"transformers: expected to be installed but got: {error}; pip install '.[hf]' in the checkout, or "
+            "'.[finetune]' for all commands"
+        ) from error
+    return transformers

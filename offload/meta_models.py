@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.activations.causal_loss import chunk_loss
+from offload.classes import import_transformers
 from offload.errors import ConfigError, did_you_mean
 from offload.known_models import KNOWN
 from offload.module.recomputing import blocks_of
@@ -32,9 +33,9 @@ def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module
         chunked: its loss forms the logits by chunks.
 
     Raises:
-        ConfigError: it is none of these, or transformers cannot make a language model of it.
+        ConfigError: it is none of these, or transformers cannot make a language model of it, or is not installed.
     """
-    import transformers
+    transformers = import_transformers()
 
     if isinstance(model, (str, os.PathLike)):
         model = _config_of(model)
@@ -68,7 +69,7 @@ def _made(config: Any, dtype: torch.dtype) -> Any:
     Raises:
         ConfigError: there is none.
     """
-    import transformers
+    transformers = import_transformers()
 
     config = copy.deepcopy(config)  # models write into theirs
     names = [] if getattr(config, "is_encoder_decoder", False) else ["AutoModelForCausalLM"]
@@ -111,7 +112,7 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
     Raises:
         ConfigError: it stands for none, or transformers does not know the model.
     """
-    import transformers
+    transformers = import_transformers()
 
     if isinstance(model, str) and model.lower() in KNOWN:
         shapes = dict(KNOWN[model.lower()])

@@ -99,10 +99,10 @@ def plan(
         The forecast.
 
     Raises:
-        ConfigError: an option, the machine or the batch makes no sense, or shapes cannot be known; names it.
+        ConfigError: an option, the machine or the batch makes no sense, or shapes cannot be known; names it. Or
+            transformers is needed and not installed.
         StateError: somebody else calls, moves or reduces what an engine would.
         BudgetError: the model cannot be trained within the budgets; names the smallest that would do.
-        ImportError: transformers is needed and not installed.
     """
     _check_ranks(ranks, stage, hardware)
     if measure_again and (hardware != HERE or batch is None):

@@ -49,9 +49,9 @@ def load_pretrained(
         The engine; its ``module`` is the model.
 
     Raises:
-        ConfigError: files or options cannot be used; names file and tensor. See :class:`offload.Engine`, too.
+        ConfigError: files or options cannot be used; names file and tensor. Or transformers is not installed. See
+            :class:`offload.Engine`, too.
         BudgetError: the budgets cannot hold the model; nothing has been loaded then.
-        ImportError: transformers is not installed.
         swap.SwapError: the NVMe path is missing, not writable, or full.
     """
     with torch.inference_mode(False):  # whoever only evaluates may be inside of it; the parameters are ordinary ones

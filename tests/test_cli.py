@@ -612,6 +612,18 @@ def test_missing_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "expected a folder with config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["generate", "--prompt", "a"], ["merge", "--adapter", "a", "--out", "o"]])
+def test_commands_without_transformers_say_what_to_install(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main([*words, "--model", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("offload: error: transformers: expected to be installed") and error.count("\n") == 1
+
+
 def test_unknown_option_in_a_file_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"offload_optimiser": "cpu"}')
     assert cli.main([*REQUIRED, "--config", str(tmp_path / "config.json")]) == 1

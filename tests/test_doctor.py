@@ -146,6 +146,11 @@ def test_virtual_drives_that_claim_to_spin_are_believed_not_to() -> None:
     assert bad(dataclasses.replace(GOOD, paths=(path,))) == []
 
 
+def test_a_missing_transformers_names_the_commands_that_need_it() -> None:
+    [finding] = [one for one in diagnose(Facts()) if one.subject == "transformers"]
+    assert all(f"`{name}`" in finding.text for name in ("offload finetune", "generate", "merge", "plan"))
+
+
 def test_nothing_known_is_survived() -> None:
     """All defaults: what a machine looks like where every collector failed."""
     found = bad(Facts(paths=(PathFacts(path="/x"),)))

@@ -569,6 +569,18 @@ def test_unknown_models_and_machines_are_refused(
     assert message in err and plain["fits"] is None and plain["error"] in err
 
 
+def test_without_transformers_a_forecast_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model that nobody can make is no model that does not fit."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", "--model", "llama-3.1-8b", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"] is None
+    assert "offload: error: transformers: expected to be installed" in err and "pip install '.[hf]'" in err
+    assert offload.plan(nn.Linear(8, 8)).fits
+
+
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
 def test_the_budget_that_a_refusal_names_does(tier: Tier) -> None:
     """Units are cut by the device budget, so a larger one has larger units; and states may stay on the device."""

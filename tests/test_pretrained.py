@@ -261,6 +261,12 @@ def on_meta() -> Net:
         return Net()
 
 
+def test_without_transformers_it_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"^transformers: expected to be installed .* pip install '\.\[hf\]'"):
+        load_pretrained(tmp_path)
+
+
 def test_any_module_by_name(tmp_path: Path) -> None:
     _, truth = written(tmp_path)
     with Engine(on_meta(), AdamW(), weights=tmp_path / "model.safetensors", **nvme(Net(), tmp_path)) as engine:

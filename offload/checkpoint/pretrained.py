@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.checkpoint.deferred import DeferredTensor, Kept, Unread, uncast, whole
 from offload.checkpoint.safetensors_files import FileReader, OpenFiles, find_tensors
-from offload.classes import is_a
+from offload.classes import import_transformers, is_a
 from offload.errors import ConfigError
 
 ADAPTED = ".base_layer"  # part of a parameter's name that an adapter of PEFT has put there
@@ -64,11 +64,10 @@ def read_pretrained(
         options: further arguments of ``from_pretrained``.
 
     Raises:
-        ConfigError: the files or the config cannot be used; names file and tensor.
-        ImportError: transformers is not installed.
+        ConfigError: the files or the config cannot be used, and names file and tensor; or transformers is not
+            installed.
     """
-    import transformers
-
+    transformers = import_transformers()
     files, found = _deferred(path)
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(

@@ -306,8 +306,8 @@ def _threads(facts: Facts) -> Verdicts:
 
 
 def _transformers(facts: Facts) -> Verdicts:
-    missing = "not installed (needed by `offload finetune` only: pip install 'offload[finetune]')"
-    return _ok(facts.transformers or missing)
+    needed = "needed by `offload finetune`, `generate`, `merge` and `plan`"
+    return _ok(facts.transformers or f"not installed ({needed}: pip install 'offload[finetune]')")
 
 
 def _extensions(facts: Facts) -> Verdicts:

@@ -76,10 +76,11 @@ def run(settings: GenerateSettings, engine_options: Mapping[str, Any]) -> None:
         swap.SwapError: the NVMe path is missing, not writable, or full.
     """
     import torch
-    from transformers import TextStreamer
 
     require_model(settings.model)
     tokenizer = load_tokenizer(tokenizer_folder(settings.model, settings.adapter), settings.chat_template)
+    from transformers import TextStreamer
+
     inputs = _inputs(tokenizer, settings)
     engine = load_engine(settings.model, settings.adapter, dict(engine_options))
     with contextlib.closing(engine), quiet_transformers():

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.classes import import_transformers
 from offload.cli.heavy import is_quantized
 from offload.errors import ConfigError
 
@@ -54,17 +55,14 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> PreTraine
     Raises:
         ConfigError: it or the template cannot be loaded, or transformers is not installed.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(f"model {folder}: transformers is not installed; pip install 'offload[finetune]'") from error
+    transformers = import_transformers()
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"model {folder}: expected a tokenizer beside the model but there is none; copy tokenizer.json and "
             "tokenizer_config.json of the model into the folder"
         )
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model {folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
     if chat_template is not None:
@@ -249,7 +247,12 @@ def as_in_memory(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep progress bars, and what these libraries have to tell each other, off the command's own lines."""
+    """Keep progress bars, and what these libraries have to tell each other, off the command's own lines.
+
+    Raises:
+        ConfigError: transformers is not installed.
+    """
+    import_transformers()
     from transformers.utils import logging as transformers_logging
 
     verbosity = transformers_logging.get_verbosity()
