@@ -57,7 +57,7 @@ def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module
 
 def names_dtype(model: Any) -> bool:
     """Tell whether a config, or the folder, file or known name of one, says in what its weights are."""
-    if isinstance(model, str) and model.lower() in KNOWN:
+    if isinstance(model, (str, os.PathLike)) and _is_known(model):
         return True
     config = _config_of(model) if isinstance(model, (str, os.PathLike)) else model
     return getattr(config, "dtype", None) is not None
@@ -114,10 +114,10 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
     """
     transformers = import_transformers()
 
-    if isinstance(model, str) and model.lower() in KNOWN:
-        shapes = dict(KNOWN[model.lower()])
+    if _is_known(model):
+        shapes = dict(KNOWN[str(model).lower()])
         return transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
-    file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
+    file = _file_of(model)
     if not file.is_file():
         raise ConfigError(
             f"model {os.fspath(model)}: expected a folder with config.json, such a file, or the name of a known model"
@@ -131,6 +131,16 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
             f"model {os.fspath(model)}: expected a config that transformers can read but got: "
             f"{' '.join(str(error).split())}; correct the file"
         ) from error
+
+
+def _file_of(model: str | os.PathLike[str]) -> Path:
+    """Return the config that a file, or a folder with it, stands for; it need not be there."""
+    return Path(model) if Path(model).is_file() else Path(model) / "config.json"
+
+
+def _is_known(model: str | os.PathLike[str]) -> bool:
+    """Tell whether this is a known name. A folder with config.json is that model, whatever its name."""
+    return isinstance(model, str) and model.lower() in KNOWN and not _file_of(model).is_file()
 
 
 def _refuse_code(model: str, error: Exception) -> None:

@@ -818,6 +818,19 @@ def test_an_encoder_is_planned_beside_its_decoder() -> None:
     assert any("encoder" in name for name in names), "not the decoder alone, which is a causal language model"
 
 
+def test_a_folder_that_has_a_known_name_is_what_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fine-tuned one is often called so. Its config names no dtype, which is told."""
+    tiny(layers=1).save_pretrained(tmp_path / "llama-3.2-1b")
+    monkeypatch.chdir(tmp_path)
+    found = offload.plan("llama-3.2-1b", hardware="desktop")
+    assert sum(unit.numel for unit in found.plan.request.units) < 1_000_000
+    assert "names no dtype" in caplog.text
+    (tmp_path / "llama-3.1-8b").mkdir()
+    assert sum(unit.numel for unit in offload.plan("llama-3.1-8b", hardware="desktop").plan.request.units) > 7e9
+
+
 def test_every_known_model_can_be_made() -> None:
     transformers = pytest.importorskip("transformers")
     for name, shapes in KNOWN.items():
