@@ -100,7 +100,7 @@ def plan(
 
     Raises:
         ConfigError: an option, the machine or the batch makes no sense, or shapes cannot be known; names it. Or
-            transformers is needed and not installed.
+            transformers is needed and not installed, or this machine cannot be measured.
         StateError: somebody else calls, moves or reduces what an engine would.
         BudgetError: the model cannot be trained within the budgets; names the smallest that would do.
     """
@@ -290,21 +290,32 @@ def _existing(path: Path) -> Path:
 def _measured(
     asked: Config, spec: OptimizerSpec | torch.optim.Optimizer, cases: Mapping[str, Case], *, again: bool
 ) -> tuple[Hardware, dict[str, Case]]:
-    """Return this machine, and the cases with the seconds that their work takes here."""
+    """Return this machine, and the cases with the seconds that their work takes here.
+
+    Raises:
+        ConfigError: it cannot be measured.
+    """
     from offload.measuring import Here  # which imports all of an engine
+    from swap import SwapError
 
     found = next(iter(cases.values()))[0]
     known = Here(open_device(asked.device), again=again)
     # The generator of the caller stays as it is, and gradients are computed wherever this is called.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        machine = known.hardware(
-            spec,
-            state_dtype=asked.state_dtype,
-            paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
-            chunk_numel=found.chunk_numel,
-            streams_states=any(homes.states is Tier.NVME for homes in found.homes),
-        )
-        return machine, {mode: (plan, known.timed(work, machine)) for mode, (plan, work) in cases.items()}
+        try:
+            machine = known.hardware(
+                spec,
+                state_dtype=asked.state_dtype,
+                paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
+                chunk_numel=found.chunk_numel,
+                streams_states=any(homes.states is Tier.NVME for homes in found.homes),
+            )
+            return machine, {mode: (plan, known.timed(work, machine)) for mode, (plan, work) in cases.items()}
+        except (BudgetError, SwapError, torch.OutOfMemoryError) as error:  # of small models and files, not of this one
+            raise ConfigError(
+                f"hardware={HERE!r}: this machine could not be measured: {' '.join(str(error).split())}; mend that, or "
+                "leave hardware out to have bytes"
+            ) from error
 
 
 def _planned(

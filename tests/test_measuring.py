@@ -16,6 +16,7 @@ import offload
 from offload import measuring
 from offload.cli.doctor import gather
 from offload.cli.main import main
+from offload.errors import BudgetError
 from offload.measuring import Here, seconds_of
 from offload.memory import drives, limits
 from offload.memory.device import Device
@@ -23,6 +24,7 @@ from offload.memory.devices import open_device
 from offload.planning.work import Blank, Call, work_of
 from offload.sizes import MIB
 from offload.spec import OptimizerSpec
+from swap.errors import SwapFullError
 
 
 class Model(nn.Module):
@@ -272,10 +274,28 @@ def test_a_learning_rate_with_which_others_diverge_is_no_hindrance(home: str, mo
     assert found.timing is not None
 
 
-def test_the_command_measures_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def words_of(folder: Path) -> list[str]:
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    words = ["plan", "--model", str(tmp_path), "--batch", "1x8", "--hardware", "here", "--json", "--measure-again"]
-    assert main(words) == 0
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["plan", "--model", str(folder), "--batch", "1x8", "--hardware", "here", "--json", "--measure-again"]
+
+
+def test_the_command_measures_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(words_of(tmp_path)) == 0
     assert json.loads(capsys.readouterr().out)["hardware"] == "this machine"
+
+
+@pytest.mark.parametrize("error", [BudgetError("cpu budget: too small"), SwapFullError("swap path d: full")])
+def test_a_machine_that_cannot_be_measured_is_not_a_model_that_does_not_fit(
+    error: Exception, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Here, "hardware", fail)
+    assert main(words_of(tmp_path)) == 2
+    out, err = capsys.readouterr()
+    plain = json.loads(out)
+    assert plain["fits"] is None and plain["error"] in err
+    assert f"--hardware here: this machine could not be measured: {error}; " in err
