@@ -269,7 +269,8 @@ def _budgets(asked: Config, machine: Hardware | None, ranks: int) -> dict[Tier, 
     """Return the budgets of one rank; those that nobody has named are its part of the machine's."""
     given = asked.budgets()
     if machine is None:
-        return resolve_budgets(given, open_device(asked.device), free_bytes(tuple(map(_existing, asked.paths()))))
+        free = free_bytes(tuple(map(_existing, asked.paths())))
+        return resolve_budgets(given, open_device(asked.device), free, ranks=ranks)
     size = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes / ranks, Tier.NVME: 0}
     share = {Tier.DEVICE: DEVICE_HEADROOM, Tier.HOST: HOST_HEADROOM, Tier.NVME: 0}
     budgets = {}

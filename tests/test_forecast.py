@@ -25,10 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload import predicting
 from offload.activations.cross_entropy import _How
 from offload.cli.main import main
 from offload.errors import BudgetError, ConfigError
 from offload.known_models import KNOWN
+from offload.memory import limits
 from offload.memory.budget import Tier
 from offload.memory.limits import HOST_HEADROOM
 from offload.planning.asked import Request
@@ -759,6 +761,22 @@ def test_of_several_ranks_the_plan_is_that_of_one_of_their_engines() -> None:
     whole = offload.plan(model, offload.AdamW(), ranks=ranks, hardware="desktop")
     assert whole.plan.request.stage == 2  # all of the parameters fit, as an engine's "auto" finds out
     assert whole.plan.request.budgets[Tier.HOST] == int(machine.host_bytes / ranks * HOST_HEADROOM)
+
+
+def test_ranks_share_the_memory_that_is_free_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the device is the CPU, its part, too. What somebody has named is each rank's."""
+    monkeypatch.setattr(limits, "free_host_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(predicting, "free_bytes", lambda paths: 8 << 30 if paths else None)
+    options: dict[str, Any] = {"device": "cpu", "nvme_path": tmp_path}
+
+    def budgets(ranks: int, **memory: Any) -> dict[Tier, int]:
+        return dict(offload.plan(nn.Linear(8, 8), ranks=ranks, max_memory=memory, **options).plan.request.budgets)
+
+    alone, together = budgets(1), budgets(4)
+    assert all(0 < together[tier] <= alone[tier] // 4 for tier in Tier)
+    assert budgets(4, cpu="50%", nvme="50%")[Tier.HOST] == 8 << 30
+    assert budgets(4, cpu="50%", nvme="50%")[Tier.NVME] == 1 << 30
+    assert budgets(4, cpu="2GiB")[Tier.HOST] == 2 << 30
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ def total_host_bytes() -> int:
     return total if container is None else min(total, container)
 
 
-def resolve_budgets(given: Mapping[str, int | Share], device: Device, nvme_free_bytes: int | None) -> dict[Tier, int]:
+def resolve_budgets(
+    given: Mapping[str, int | Share], device: Device, nvme_free_bytes: int | None, *, ranks: int = 1
+) -> dict[Tier, int]:
     """Turn given budgets into bytes per tier.
 
     Args:
@@ -40,8 +42,10 @@ def resolve_budgets(given: Mapping[str, int | Share], device: Device, nvme_free_
         device: the compute device. Where the host can use its memory, device and host budgets are both main memory: a
             missing one gets half.
         nvme_free_bytes: free bytes at the NVMe paths, None without paths.
+        ranks: that are to share what is free, each with a device of its own: the budgets are those of one.
     """
-    available = free_host_bytes()
+    available = free_host_bytes() // ranks
+    drive_free = (nvme_free_bytes or 0) // ranks
     if device.addressable:
         device_free = available
         half = int(available * HOST_HEADROOM / 2)
@@ -49,8 +53,8 @@ def resolve_budgets(given: Mapping[str, int | Share], device: Device, nvme_free_
     else:
         device_free = device.free_bytes()
         default = {"device": int(device_free * DEVICE_HEADROOM), "cpu": int(available * HOST_HEADROOM)}
-    default["nvme"] = int((nvme_free_bytes or 0) * DEVICE_HEADROOM)
-    free = {"device": device_free, "cpu": available, "nvme": nvme_free_bytes or 0}
+    default["nvme"] = int(drive_free * DEVICE_HEADROOM)
+    free = {"device": device_free, "cpu": available, "nvme": drive_free}
     budgets: dict[Tier, int] = {}
     for tier in Tier:
         value = given.get(tier.value, default[tier.value])
