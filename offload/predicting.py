@@ -25,7 +25,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.forecast import NEAR, Clipping, Forecast, given_way, missing_bytes, room_bytes
 from offload.kernels.optimizers import AdamW
 from offload.memory.budget import Tier
-from offload.memory.devices import open_device
+from offload.memory.devices import is_host, open_device
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
 from offload.memory.machine import free_bytes
 from offload.meta_models import made_on_meta, names_dtype, shortened
@@ -115,6 +115,11 @@ def plan(
     machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
     options = _without_path(config, options)
     asked = Config.load(config, **options)
+    if machine is not None and asked.device is not None and is_host(asked.device):
+        raise ConfigError(
+            f"device: expected an accelerator beside hardware {machine.name}, which has one, but got "
+            f'{str(asked.device)!r}; leave device out, or pass hardware="{HERE}"'
+        )
     if batch is not None and asked.gradient_accumulation_steps > _MOST_MICRO_BATCHES:
         raise ConfigError(
             f"gradient_accumulation_steps: expected at most {_MOST_MICRO_BATCHES} beside a batch, whose passes are "

@@ -696,6 +696,13 @@ def test_a_batch_may_be_a_list_and_options_a_file(tmp_path: Path) -> None:
     assert offload.plan(tiny(), config=config, max_memory={"nvme": "1GiB"}).plan.request.budgets[Tier.NVME] == 1 << 30
 
 
+@pytest.mark.parametrize(("device", "words"), [("cpu", "an accelerator beside hardware"), ("banana", "a torch device")])
+def test_a_device_that_the_machine_has_not_is_refused(device: str, words: str) -> None:
+    with pytest.raises(offload.ConfigError, match=f"^device: expected {words}.* but got '{device}'"):
+        offload.plan(nn.Linear(8, 8), hardware="desktop", config={"device": device})
+    offload.plan(nn.Linear(8, 8), hardware="desktop", device="cuda")
+
+
 @pytest.mark.parametrize("options", [{"config": 5}, {"measure_again": True, "hardware": "here"}])
 def test_options_that_make_no_sense_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(offload.ConfigError, match=f"^{next(iter(options))}: expected"):

@@ -44,10 +44,7 @@ def resolve_device(name: str | torch.device | None) -> torch.device:
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
+    device = _named(name)
     kind = device.type
     if kind == "cpu":
         return torch.device("cpu")
@@ -65,6 +62,22 @@ def resolve_device(name: str | torch.device | None) -> torch.device:
             f"torch sees {count} {label} devices"
         )
     return torch.device(kind, index)
+
+
+def is_host(name: str | torch.device) -> bool:
+    """Tell whether a device is the CPU; it need not be here.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
+    return _named(name).type == "cpu"
+
+
+def _named(name: str | torch.device) -> torch.device:
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
 
 
 def random_states() -> dict[str, torch.Tensor]:
