@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
         target = Path(path).resolve()
     except (OSError, RuntimeError) as error:  # before Python 3.13, of links that lead to each other
         raise ConfigError(f"{what}: expected the path of a file but got {path}: {error}; name a file") from error
-    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")  # of this call alone, of all machines
     try:
         if target.exists() and not target.is_file():
             raise ConfigError(

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import report as reports
+from offload.replacing import replacing
 from offload.report import Report, make_report
 from offload.snapshot import take_spans
 from offload.spans import LANES, Recorded, Span, Spans, covered_s
@@ -220,6 +221,17 @@ def test_a_file_that_was_there_stays_where_the_drive_is_full(tmp_path: Path, mon
     with pytest.raises(offload.ConfigError, match="No space left"):
         write_trace(path, recorded())
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_two_processes_of_one_number_may_write_one_file(tmp_path: Path) -> None:
+    """As those of two nodes with a shared file system: the last one's is there, as a whole."""
+    path = tmp_path / "trace.json"
+    with replacing(path, "trace") as first:
+        first.write("first")
+        with replacing(path, "trace") as second:
+            second.write("second")
+        assert path.read_text() == "second"
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

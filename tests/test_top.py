@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -76,6 +77,19 @@ def test_two_engines_of_a_process_have_a_file_each(own_folder: Path) -> None:
     first.close()
     assert [one.state["step"] for one in running()] == [5]
     second.close()
+
+
+def test_engines_of_two_containers_with_one_home_have_a_file_each(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the numbers of their processes are the same."""
+    publishers = []
+    for space in ("boot pid:[1]", "boot pid:[2]"):
+        monkeypatch.setattr(published, "_space", lambda space=space: space)
+        monkeypatch.setattr(published, "_numbers", itertools.count(1))
+        publishers.append(Publisher())
+        publishers[-1].write(STATE)
+    assert len({one.path for one in publishers}) == len(list(own_folder.iterdir())) == 2
 
 
 def test_engines_of_other_users_are_neither_shown_nor_removed(

@@ -85,7 +85,8 @@ class Publisher:
         directory = folder()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         running(directory)  # forgets those of processes that were killed
-        self.path = directory / f"{os.getpid()}-{next(_numbers)}{SUFFIX}"
+        space = zlib.crc32(str(self._who["space"]).encode())  # containers and nodes may share this folder
+        self.path = directory / f"{os.getpid()}-{next(_numbers)}-{space:08x}{SUFFIX}"
         self.path.unlink(missing_ok=True)  # of an earlier process of this number
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
