@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import io
 import itertools
 import json
@@ -292,6 +294,21 @@ def test_a_screen_is_drawn_again_until_no_engine_runs(engine: offload.Engine, mo
     for shown in screens:
         lines = shown.replace("\x1b[K", "").removesuffix("\x1b[J").splitlines()
         assert len(lines) <= 5 and max(map(len, lines)) <= 40
+
+
+def test_the_end_of_the_engine_whose_file_is_named_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    publisher, out = Publisher(), Terminal()
+    publisher.write(STATE)
+    monkeypatch.setattr(top, "watch", functools.partial(top.watch, sleep=lambda _: publisher.close()))
+    arguments = argparse.Namespace(run=publisher.path, pid=None, every=1.0, once=False, json=False)
+    top.run(arguments, out)
+    assert out.getvalue().count("engines: 1") == 1
+    with pytest.raises(offload.ConfigError, match="No such file"):
+        top.run(arguments, out)
 
 
 def test_a_name_cannot_command_the_terminal() -> None:

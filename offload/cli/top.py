@@ -67,11 +67,11 @@ def watch(
     every_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Draw what `look` finds again and again, until nothing runs any more."""
+    """Draw what `look` finds again and again, until nothing runs any more, or the file that was named is gone."""
     while True:
         try:
             engines = look()
-        except StateError:
+        except (ConfigError, StateError):  # who calls this has looked before
             return
         size = shutil.get_terminal_size((100, 40))
         shown = screen(engines, size.columns)[: size.lines - 1]
