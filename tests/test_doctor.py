@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -297,8 +300,30 @@ def test_paths_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     file.write_text("")
     facts = gather([tmp_path / "missing", file, Path("/proc")])
     errors = [path.error or "" for path in facts.paths]
-    assert errors[:2] == ["there is no such folder", "it is not a folder"] and "not supported" in errors[2]
+    assert errors == ["there is no such folder", "it is not a folder", "no file can be created there"]
     assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_file_system_whose_files_all_have_names_will_do(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does for a store. What refuses direct I/O does so when the file is there."""
+    real = os.open
+
+    def opened(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        made = real(path, flags & ~os.O_DIRECT, mode)
+        if flags & os.O_DIRECT and not direct:
+            os.close(made)
+            raise OSError(errno.EINVAL, "invalid")
+        return made
+
+    monkeypatch.setattr(os, "open", opened)
+    found = doctor._path_facts(tmp_path)
+    assert found.error is None and (direct or not found.direct)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- the command ----

@@ -230,12 +230,12 @@ def _path_facts(path: Path) -> PathFacts:
     """Create a file without a name in `path` and ask about it; nothing is written."""
     try:
         from swap.io.aio import file_facts
+        from swap.io.files import open_nameless
 
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE
         try:
-            fd, direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+            fd, direct = open_nameless(str(path), os.O_DIRECT), True
         except OSError:
-            fd, direct = os.open(path, flags, 0o600), False
+            fd, direct = open_nameless(str(path), 0), False
         try:
             facts = file_facts(fd)
         finally:
@@ -248,6 +248,8 @@ def _path_facts(path: Path) -> PathFacts:
             free_bytes=machine.free_space(path),
         )
     except Exception as error:
+        if isinstance(error, FileNotFoundError) and path.is_dir():
+            return PathFacts(path=str(path), error="no file can be created there")
         return PathFacts(path=str(path), error=PATH_ERRORS.get(type(error), str(error)))
 
 

@@ -53,7 +53,7 @@ def open_unlinked(directory: str, *, direct: bool = True) -> SwapFile:
         SwapFullError: no room for even an empty file.
         SwapError: the directory is missing or not writable, or no descriptor is left.
     """
-    return _open(directory, lambda flags: _open_nameless(directory, flags), direct)
+    return _open(directory, lambda flags: open_nameless(directory, flags), direct)
 
 
 def open_named(path: str, directory: str) -> SwapFile:
@@ -234,7 +234,16 @@ def _log_indirect(directory: str) -> None:
     _log.warning("swap path %s: no direct I/O (O_DIRECT) here; the page cache is used, which is slower", directory)
 
 
-def _open_nameless(directory: str, extra_flags: int) -> int:
+def open_nameless(directory: str, extra_flags: int) -> int:
+    """Open an empty file without a name in `directory`; the caller closes the descriptor that is returned.
+
+    Args:
+        directory: an existing one.
+        extra_flags: such as O_DIRECT.
+
+    Raises:
+        OSError: it cannot be; no file is left.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
     try:
         return os.open(directory, flags | os.O_TMPFILE, 0o600)
@@ -244,13 +253,10 @@ def _open_nameless(directory: str, extra_flags: int) -> int:
             raise
     name = os.path.join(directory, f".swap-{os.getpid()}-{secrets.token_hex(8)}")
     try:
-        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError:
-        with contextlib.suppress(FileNotFoundError):  # O_DIRECT may be refused when the file is there already
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # also where O_DIRECT is refused, for the file is there by then
             os.unlink(name)
-        raise
-    os.unlink(name)
-    return fd
 
 
 def open_error(directory: str, error: OSError) -> SwapError:
