@@ -27,6 +27,7 @@ from offload.cli.drive.results import Options, PathReport, Report, Row, Swept, e
 from offload.cli.drive.tune import (
     Fresh,
     Peers,
+    charge,
     interleave,
     keep_suggestions,
     suggest,
@@ -189,6 +190,18 @@ def test_wear() -> None:
     assert "--endurance" in wear_text(assumed) and "--endurance" not in wear_text(wear)
 
 
+def test_each_of_several_drives_wears_by_its_part(tmp_path: Path) -> None:
+    """By its speed. Two folders of one drive have the wear of that."""
+    paths = (tmp_path, Path("/proc"), tmp_path)
+    reports = [PathReport(path, MIB, MIB, FACTS) for path in paths]
+    charge(Options(paths=paths, bytes_per_step=5000, endurance_bytes=10**6), reports)
+    assert [one.wear and one.wear.steps for one in reports] == [300, 599, 300]  # nobody knows their speeds
+    for one, speed in zip(reports, (1.0, 3.0, 1.0), strict=True):
+        one.sweep, one.suggested = [Swept(Settings(), speed, speed, 0.0)], Settings()
+    charge(Options(paths=paths, bytes_per_step=5000), reports)
+    assert [one.wear and one.wear.bytes_per_step for one in reports] == [2000, 3000, 2000]
+
+
 @pytest.mark.parametrize("engines", [("io_uring", "threads"), ("threads",)])
 def test_sweep_has_no_duplicates_and_fits_the_engines(engines: tuple[str, ...]) -> None:
     short, full = (sweep_settings(full=full, smoke=False, engines=engines) for full in (False, True))
@@ -323,6 +336,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
     [
         (["--size", "1EiB"], "unknown unit"),
         (["--size", "10%"], "expected bytes"),
+        (["--endurance", "600TB"], "--endurance: expected --bytes-per-step beside it"),
+        (["--endurance", "0", "--bytes-per-step", "1GB"], "--endurance: expected at least 1 byte"),
         (["--size", "1000TiB"], "10% of the free space"),
         (["missing"], "expected a directory"),
     ],

@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for nvme.json")
     parser.add_argument("--no-keep", action="store_true", help="do not keep the suggested settings for offload.Engine")
     parser.add_argument(
-        "--bytes-per-step", metavar="SIZE", help="written by a training step (see the plan): shows wear"
+        "--bytes-per-step", metavar="SIZE", help="written by a training step (see the plan) to all drives: shows wear"
     )
-    parser.add_argument("--endurance", metavar="SIZE", help="bytes that the drive is rated for, such as 600TB")
+    parser.add_argument("--endurance", metavar="SIZE", help="bytes that each drive is rated for, such as 600TB")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:

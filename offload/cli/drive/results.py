@@ -31,8 +31,8 @@ class Options:
         rounds: measurements of everything.
         full: the wide sweep.
         smoke: small and short: shows that it runs, measures nothing.
-        bytes_per_step: written by one step of a training run, for the wear; None: not asked.
-        endurance_bytes: that the drive is rated for; None: an assumption.
+        bytes_per_step: written by one step of a training run to all drives together, for the wear; None: not asked.
+        endurance_bytes: that each drive is rated for; None: an assumption.
     """
 
     paths: tuple[Path, ...]
@@ -51,6 +51,12 @@ class Options:
         if self.size_bytes is not None and self.size_bytes < self.least_size_bytes:
             raise ConfigError(
                 f"size: expected at least {short_bytes(self.least_size_bytes)} but got {short_bytes(self.size_bytes)}"
+            )
+        if self.endurance_bytes is not None and self.bytes_per_step is None:
+            raise ConfigError("endurance: expected bytes_per_step beside it but got none; name what a step writes")
+        if self.endurance_bytes is not None and self.endurance_bytes < 1:
+            raise ConfigError(
+                f"endurance: expected at least 1 byte but got {self.endurance_bytes}; name the rating of a drive"
             )
 
     @property
@@ -157,7 +163,7 @@ class Wear:
     """What training does to a drive.
 
     Attributes:
-        bytes_per_step: written.
+        bytes_per_step: written to it.
         endurance_bytes: that the drive may write in its life.
         assumed: the endurance is an assumption, not given.
     """

@@ -358,6 +358,7 @@ def tune(
     asked = SMOKE_SIZE_BYTES if options.smoke and options.size_bytes is None else options.size_bytes
     sizes = {path: usable_size(asked, free_space(path), path, options.least_size_bytes) for path in options.paths}
     runs = [_one_path(options, path, sizes[path], progress, peers()) for path in options.paths]
+    charge(options, [run.report for run in runs])
     if len(runs) > 1:
         runs.append(_together(options, min(sizes.values()), [run.report for run in runs], progress))
     return Report(
@@ -404,10 +405,28 @@ def _one_path(options: Options, path: Path, size: int, progress: Progress, peers
         run.sweep(choices, max(OBJECT_BYTES, one.sample_bytes // 4))
         workload = Workload(pattern=Pattern.WRITE, total_bytes=run.place.size_bytes, object_bytes=OBJECT_BYTES)
         run.case("first write", [*map(Fresh, ours), *peers.fresh], workload, peers.reference)
-    if options.bytes_per_step is not None:
-        info = os.statvfs(path)
-        one.wear = estimate_wear(options.bytes_per_step, options.endurance_bytes, info.f_blocks * info.f_frsize)
     return run
+
+
+def charge(options: Options, reports: Sequence[PathReport]) -> None:
+    """Add the wear of each drive: it is written its part, in proportion to its speed, as a store stripes.
+
+    Args:
+        options: with what a step writes to all drives together; nothing is added without.
+        reports: one for each path of the options; paths on one drive have the wear of that.
+    """
+    if options.bytes_per_step is None:
+        return
+    found = [next((swept for swept in one.sweep if swept.settings == one.suggested), None) for one in reports]
+    speeds = [one.score for one in found if one is not None]
+    if len(speeds) < len(reports):
+        speeds = [1.0] * len(reports)
+    devices = [path.stat().st_dev for path in options.paths]
+    for path, device, one in zip(options.paths, devices, reports, strict=True):
+        share = sum(speed for speed, other in zip(speeds, devices, strict=True) if other == device) / sum(speeds)
+        info = os.statvfs(path)
+        written, capacity = round(options.bytes_per_step * share), info.f_blocks * info.f_frsize
+        one.wear = estimate_wear(written, options.endurance_bytes, capacity)
 
 
 def _small_sizes(options: Options, sample_bytes: int) -> list[tuple[int, int]]:
