@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import predicting
 from offload.activations.cross_entropy import _How
-from offload.cli.main import main
+from offload.cli import heavy
+from offload.cli.main import Process, main
 from offload.errors import BudgetError, ConfigError
 from offload.known_models import KNOWN
 from offload.memory import limits
@@ -581,6 +582,20 @@ def test_without_transformers_a_forecast_says_what_to_install(
     assert json.loads(out)["fits"] is None
     assert "offload: error: transformers: expected to be installed" in err and "pip install '.[hf]'" in err
     assert offload.plan(nn.Linear(8, 8)).fits
+
+
+def test_a_config_that_is_no_json_is_told_in_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, too, which looks at it before."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(heavy, "QUANTIZERS", ())  # this process is others', too
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    (tmp_path / "config.json").write_text("{")
+    assert main(["plan", "--model", str(tmp_path), "--json"], process=Process.OWN) == 2
+    out, err = capsys.readouterr()
+    plain = json.loads(out)
+    assert plain["fits"] is None and plain["error"] in err
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])

@@ -22,9 +22,18 @@ def leave_out_quantizers(parsed: argparse.Namespace) -> None:
     """Let this process do without libraries that quantize, unless the model of a command is quantized.
 
     What imports them then finds them missing, until the process ends.
+
+    Raises:
+        ConfigError: the model's config.json is no JSON object, and the command is not ``plan``.
     """
-    if parsed.command not in _COMMANDS or is_quantized(Path(parsed.model)):
+    if parsed.command not in _COMMANDS:
         return
+    try:
+        if is_quantized(Path(parsed.model)):
+            return
+    except ConfigError:
+        if parsed.command != "plan":  # which tells it in JSON, too
+            raise
     modules: dict[str, Any] = sys.modules
     for name in QUANTIZERS:
         modules.setdefault(name, None)
