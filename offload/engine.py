@@ -361,7 +361,8 @@ class Engine(EngineTensors, EngineRuns):
         looks at a few steps, of which everything is still recorded.
 
         Args:
-            path: of an HTML file for a browser, which is replaced; its folder must exist. None writes none.
+            path: of an HTML file for a browser, which is replaced; its folder must exist. None writes none. Of several
+                ranks, each needs a path of its own.
             predicted: ``timing`` of :func:`offload.plan`: shown beside what was measured.
             losses: steps and their losses, in the order of steps, for the page. Without them it has the losses that
                 :meth:`backward` got; on an accelerator none, for looking at one would wait.
@@ -390,20 +391,28 @@ class Engine(EngineTensors, EngineRuns):
         report = make_report(spans, self.stats(), host_computes=host, predicted=seconds)
         report = dataclasses.replace(report, activations=self._decision.told)
         if path is not None:
-            write_page(path, Content(self._watch.title, str(self.plan), report, spans, self._watch.samples(), pairs))
+            title = f"{self._watch.title}{self._which_rank()}"
+            write_page(path, Content(title, str(self.plan), report, spans, self._watch.samples(), pairs))
         return report
 
     def trace(self, path: str | Path) -> None:
         """Write what all lanes have lately done to a file, for https://ui.perfetto.dev or ``chrome://tracing``.
 
         Args:
-            path: of the file (JSON), which is replaced; its folder must exist.
+            path: of the file (JSON), which is replaced; its folder must exist. Of several ranks, each needs a path of
+                its own.
 
         Raises:
             ConfigError: the file cannot be written.
             StateError: the engine is closed.
         """
-        write_trace(path, take_spans(self._parts, self._life.require_records("trace")))
+        spans = take_spans(self._parts, self._life.require_records("trace"))
+        write_trace(path, spans, f"offload{self._which_rank()}")
+
+    def _which_rank(self) -> str:
+        """Return which of several ranks this is, in words."""
+        ranks = self._parts.ranks
+        return f", rank {ranks.rank} of {ranks.world}" if ranks.world > 1 else ""
 
     # --- sharing the memory -----------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from offload.spans import LANES, Recorded, Span
 INCOMPLETE = "incomplete"
 
 
-def write_trace(path: str | Path, recorded: Recorded) -> None:
+def write_trace(path: str | Path, recorded: Recorded, whose: str = "offload") -> None:
     """Write spans to a file, in place of what was there, all or nothing.
 
     Where some were forgotten, a row says until when something is missing.
@@ -25,18 +25,19 @@ def write_trace(path: str | Path, recorded: Recorded) -> None:
     Args:
         path: of the file; its folder must exist.
         recorded: spans; times in the file begin with the earliest.
+        whose: what the viewer calls the process.
 
     Raises:
         ConfigError: it cannot be written.
     """
     with replacing(path, "trace") as file:
-        json.dump({"traceEvents": _events(recorded), "displayTimeUnit": "ms"}, file)
+        json.dump({"traceEvents": _events(recorded, whose), "displayTimeUnit": "ms"}, file)
 
 
-def _events(recorded: Recorded) -> list[dict[str, Any]]:
+def _events(recorded: Recorded, whose: str) -> list[dict[str, Any]]:
     """Return the rows' names, then one complete event per span; times are microseconds, exact to the nanosecond."""
     process, spans = os.getpid(), recorded.spans
-    events: list[dict[str, Any]] = [_name("process_name", process, 0, name="offload")]
+    events: list[dict[str, Any]] = [_name("process_name", process, 0, name=whose)]
     start = min((span.begin for span in spans), default=0.0)
     if recorded.complete_from > start:
         spans = [Span(INCOMPLETE, "lanes lack their oldest spans", start, recorded.complete_from), *spans]

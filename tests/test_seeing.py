@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import logging
 import re
 import time
@@ -367,6 +369,23 @@ def test_an_engine_keeps_a_history_and_writes_a_page(tmp_path: Path) -> None:
     with pytest.raises(offload.StateError, match="report: the engine is closed"):
         engine.report(tmp_path / "closed.html")
     assert not (tmp_path / "closed.html").exists()
+
+
+def test_a_page_and_a_trace_of_one_of_several_ranks_say_whose_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = trained(tmp_path, 1)
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    with engine:
+        for who in ("", ", rank 1 of 4"):
+            engine.report(page)
+            engine.trace(trace)
+            assert re.search(rf"<h1>.*trainable parameters{who}</h1>", page.read_text(encoding="utf-8"))
+            first = json.loads(trace.read_text())["traceEvents"][0]
+            assert first["name"] == "process_name" and first["args"] == {"name": f"offload{who}"}
+            ranks = types.SimpleNamespace(rank=1, world=4)
+            monkeypatch.setattr(engine, "_parts", dataclasses.replace(engine._parts, ranks=ranks))
+        monkeypatch.undo()
 
 
 def test_being_looked_at_changes_no_bits(tmp_path: Path) -> None:
