@@ -29,6 +29,7 @@ from offload.cli.doctor import (
     findings_text,
     gather,
 )
+from offload.cli.main import main
 from offload.memory import machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -342,6 +343,17 @@ def test_command_on_this_machine(tmp_path: Path) -> None:
     assert all(bool(f["remedy"]) == (f["level"] != "ok") for f in report["findings"])
     assert seconds < 60  # a few seconds where nothing else runs
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_doctor_leaves_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "gather", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err.strip().count("\n") == 0
 
 
 WITHOUT_EXTENSIONS = """

@@ -202,7 +202,10 @@ def _main(arguments: Sequence[str] | None, process: Process) -> int:
         parser.print_help()
         return EXIT_USAGE
     if parsed.command == "doctor":
-        return run_doctor(parsed)
+        try:
+            return run_doctor(parsed)
+        except KeyboardInterrupt:
+            return _interrupted()
     answers = parsed.command == "plan"  # whether a model fits: 1 is no
     return guarded(lambda: _run(parsed, process), vars(parsed), wrong_call=EXIT_USAGE if answers else EXIT_ERROR)
 
@@ -251,8 +254,7 @@ def guarded(command: Callable[[], None], names: Collection[str] = (), *, wrong_c
     try:
         command()
     except KeyboardInterrupt:
-        print("\noffload: interrupted; nothing is left on the drive but whole checkpoints", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _interrupted()
     except Stopped as stopped:
         print(f"offload: {stopped}", file=sys.stderr)
         return EXIT_STOPPED
@@ -265,3 +267,9 @@ def guarded(command: Callable[[], None], names: Collection[str] = (), *, wrong_c
         print(f"offload: error: {error.filename}: {error.strerror}; name another file or folder", file=sys.stderr)
         return wrong_call
     return 0
+
+
+def _interrupted() -> int:
+    """Say that Ctrl-C has ended the command; returns the exit code."""
+    print("\noffload: interrupted; nothing is left on the drive but whole checkpoints", file=sys.stderr)
+    return EXIT_INTERRUPTED
