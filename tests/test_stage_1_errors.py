@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 from offload import AdamW, Engine
 from offload.distributed.processes import Processes
+from offload.shards import tiers
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 WORLD = 3
@@ -343,6 +345,28 @@ def test_what_fails_on_one_rank_is_told_to_all(how: str, stage: int) -> None:
             assert how == "step" or (afterwards[0] == "RanksError" and "close the engine" in afterwards[1])
     if how == "step":
         assert "(probably ranks 0, 2 had a batch more" in others[0][0][1]
+
+
+def fail_while_made(rank: int, stage: int, how: str, path: str) -> tuple[str, str]:
+    """Let rank 1 fail, or be killed, where the others take their memory and are about to connect further groups."""
+    if rank == 1 and how == "kill":
+        tiers.Tiers._make_mover = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    missing = "/none" if rank == 1 and how == "raise" else ""
+    budgets = {"device": "16MiB", "cpu": "16MiB", "nvme": "16MiB"}
+    return error_of(
+        lambda: engine_of(stage=stage, nvme_path=path + missing, offload_optimizer="nvme", max_memory=budgets)
+    )
+
+
+@pytest.mark.parametrize(("stage", "how"), [(1, "raise"), (2, "raise"), (3, "raise"), (1, "kill"), (3, "kill")])
+def test_a_rank_that_fails_while_it_takes_memory_is_told_to_all(stage: int, how: str, tmp_path: Path) -> None:
+    every = run(fail_while_made, WORLD, stage, how, str(tmp_path))
+    one = every.pop(1)
+    assert one == Ended(-signal.SIGKILL) if how == "kill" else one[0] == "SwapError" and "none" in one[1], one
+    for found in every:
+        assert not isinstance(found, (Raised, Ended)), found
+        assert found[0] == "RanksError" and found[1] == every[0][1], found
+        assert "no word of rank 1, rank" in found[1] if how == "kill" else found[1].startswith("rank 1: SwapError: ")
 
 
 def fail_in_a_gather(rank: int) -> list[tuple[str, str]]:

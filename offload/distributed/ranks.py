@@ -127,7 +127,8 @@ class Ranks(Protocol):
     def beside(self, name: str, *, patience: int = 1) -> Ranks:
         """Return the same ranks for another thread: what they send there has an order of its own.
 
-        Their words and their failures are one. They are closed with these.
+        Their words and their failures are one. They are closed with these. This comes right behind an agreement: who
+        connects waits for the others in torch, sees no word of failure, and cannot be interrupted.
 
         Args:
             name: of the order, another one for each; all ranks call this in one order.

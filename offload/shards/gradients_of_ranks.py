@@ -53,12 +53,12 @@ class MicroBatch:
         self._units = {unit.index: unit for unit in request.units if unit.trainable}
         self._slices = {index: request.owned(unit, Role.GRAD) for index, unit in self._units.items()}
         self._parts = {index: self._parts_of(unit, self._node.rank) for index, unit in self._units.items()}
-        self.exchanges = Exchanges(plan, ranks, host, claim, counters, self._parts, standing)
         self._beside = ranks
         self._gathers: ThreadPoolExecutor | None = None
         if self._node.world > 1 and not request.slices_parameters:
-            self._beside = ranks.beside("updated parameters")
+            self._beside = ranks.beside("updated parameters")  # first: behind it something may fail
             self._gathers = ThreadPoolExecutor(1, "offload-gather")
+        self.exchanges = Exchanges(plan, ranks, host, claim, counters, self._parts, standing)
         self.in_place = self._in_place(plan)
         self._written: dict[str, str] | None = None  # digests of what was written to parameters, once they are loaded
         of_two_bytes = [unit for unit in self._units.values() if unit.itemsize < _SUM_BYTES]

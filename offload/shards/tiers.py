@@ -112,6 +112,7 @@ class Tiers:
                 landing = host.take(plan.request.landing_bytes)
                 passing_bytes = plan.request.passing_bytes // PASSING_UNITS
                 passing = [host.take(passing_bytes) for _ in range(PASSING_UNITS) if passing_bytes]
+                ranks.agree("taking memory")  # who has failed meanwhile is not to be waited for below
                 beside = ranks.beside("parameters")  # where a thread of its own waits
                 self._conductor = Conductor(
                     beside, plan, self.copies, landing, counters, deadline_s=deadline_s, passing=passing
@@ -146,6 +147,7 @@ class Tiers:
                 claim = budgets[Tier.HOST].claim("gradients that wait for other ranks")
                 self._claims.append(claim)
                 standing = Standing() if self._conductor is None else self._conductor.standing
+                ranks.agree("taking memory")  # as above: all of it, but for what gradients want
                 self.shared = MicroBatch(plan, self.ranks, host, claim, counters, standing)
             if self.shared is None:
                 self.gradients = Gradients(plan, self.copies, self.mover, there, deadline_s=deadline_s)
