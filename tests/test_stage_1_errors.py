@@ -17,7 +17,10 @@ from torch import nn
 
 from offload import AdamW, Engine
 from offload.distributed.processes import Processes
+from offload.planning.roles import Role
 from offload.shards import tiers
+from offload.shards.forward_updates import ForwardUpdates
+from swap import SwapError
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 WORLD = 3
@@ -369,31 +372,50 @@ def test_a_rank_that_fails_while_it_takes_memory_is_told_to_all(stage: int, how:
         assert "no word of rank 1, rank" in found[1] if how == "kill" else found[1].startswith("rank 1: SwapError: ")
 
 
-def fail_in_a_gather(rank: int) -> list[tuple[str, str]]:
-    """Let rank 1 fail where the second unit goes round behind an update."""
-    calls, gather = 0, Processes.gather
+def fail_between_updates(rank: int, how: str, home: str, path: str) -> list[tuple[str, str]]:
+    """Let rank 1 fail where the second unit goes round, or is about to be updated."""
+    calls, gather, require = 0, Processes.gather, ForwardUpdates.require
 
-    def lose(*args: Any) -> None:
+    def fails() -> bool:
         nonlocal calls
         calls += 1
-        if rank == 1 and calls == 2:
+        return rank == 1 and calls == 2
+
+    def lose(*args: Any) -> None:
+        if fails():
             raise MemoryError("no room")
         gather(*args)
 
-    with engine_of(unit_bytes=16 << 10) as engine:
+    def read(*args: Any) -> None:
+        if fails():
+            raise SwapError("no room")
+        require(*args)
+
+    drive = {"nvme_path": path, "max_memory": {"device": "16MiB", "cpu": "16MiB", "nvme": "16MiB"}}
+    with engine_of(unit_bytes=16 << 10, offload_param=home, **(drive if home == "nvme" else {})) as engine:
         assert len(engine.plan.request.units) > 2
         backward(engine)
         assert engine.step()
         backward(engine)
-        Processes.gather = lose  # type: ignore[method-assign]
+        if how == "gather":
+            Processes.gather = lose  # type: ignore[method-assign]
+        else:
+            ForwardUpdates.require = read  # type: ignore[method-assign]
         found = [error_of(engine.step), error_of(engine.state_dict), error_of(lambda: backward(engine))]
+        lost = [shard.role for shard in engine._manager.copies if engine._manager.copies.is_lost(shard)]
+        assert lost.count(Role.PARAM) == len(engine.plan.request.units) - 1, lost  # all ranks have the first one
+        found.append(error_of(lambda: engine.close(restore=True)))
     return found
 
 
-def test_parameters_of_which_slices_have_not_come_are_lost() -> None:
-    for rank, found in enumerate(run(fail_in_a_gather, WORLD)):
+@pytest.mark.parametrize(
+    ("how", "home"), [("gather", "auto"), ("gather", "cpu"), ("gather", "nvme"), ("update", "auto")]
+)
+def test_parameters_of_which_slices_have_not_come_are_lost(how: str, home: str, tmp_path: Path) -> None:
+    for rank, found in enumerate(run(fail_between_updates, WORLD, how, home, str(tmp_path))):
         assert not isinstance(found, (Raised, Ended)), found
-        first, read, afterwards = found
-        assert first[0] == ("MemoryError" if rank == 1 else "RanksError") and "no room" in first[1]
-        assert read[0] == "StateError" and "a step failed half way" in read[1], read
-        assert afterwards[0] == "StateError" and "a step failed half way" in afterwards[1], afterwards
+        first, *afterwards = found
+        mine = "MemoryError" if how == "gather" else "SwapError"
+        assert first[0] == (mine if rank == 1 else "RanksError") and "no room" in first[1]
+        for told in afterwards:
+            assert told[0] == "StateError" and "a step failed half way" in told[1], told

@@ -7,6 +7,7 @@ updated. Next: :mod:`offload.shards.gradients_of_ranks` has the memory, :mod:`of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Sequence
@@ -25,23 +26,40 @@ _PARAM = frozenset({Role.PARAM})
 def make_updates(manager: Manager, units: Sequence[Unit]) -> None:
     """Make the updates of a step; let the parameters of `units` be what their ranks have made of them.
 
+    Where that fails, parameters of all units that have not come from all ranks are lost: they would be a mixture of old
+    and new slices, or old ones where the others' are new.
+
     Raises:
-        RanksError: another rank has failed, ended or not come. Parameters are lost then.
-        swap.SwapError: an I/O error, likewise.
+        RanksError: another rank has failed, ended or not come.
+        swap.SwapError: an I/O error, one that may be repeated among them: the other ranks do not wait for that.
     """
     shared = manager.tiers.shared
     request = manager.tiers.plan.request
     if shared is None or request.slices == 1 or request.slices_parameters:  # each has made all; or who needs it gathers
         manager.finish_updates()
         return
-    _go_round(manager, shared, [unit for unit in units if unit.index in shared.in_place])
-    for unit in units:
-        if unit.index not in shared.in_place:
-            _gather(manager, shared, unit)
+    come = set[int]()
+    try:
+        _go_round(manager, shared, [unit for unit in units if unit.index in shared.in_place], come)
+        for unit in units:
+            if unit.index not in shared.in_place:
+                _gather(manager, shared, unit)
+                come.add(unit.index)
+    except BaseException as error:
+        if manager.forward.failure is None:
+            manager.forward.lose(error)
+        for unit in units:
+            if unit.index not in come:
+                with contextlib.suppress(Exception):  # the first error is on its way up, and the step is lost anyway
+                    _lose(manager, unit)
+        raise
 
 
-def _go_round(manager: Manager, shared: MicroBatch, units: Sequence[Unit]) -> None:
-    """Make all updates, and gather each of `units` where it is at home, beside the updates that follow its own."""
+def _go_round(manager: Manager, shared: MicroBatch, units: Sequence[Unit], come: set[int]) -> None:
+    """Make all updates, and gather each of `units` where it is at home, beside the updates that follow its own.
+
+    What all ranks have sent of has `come`, also where another one fails.
+    """
     started = list[tuple[Unit, Future[None]]]()
     try:
         for unit in units:
@@ -54,10 +72,8 @@ def _go_round(manager: Manager, shared: MicroBatch, units: Sequence[Unit]) -> No
         begin = time.perf_counter()
         wait([gather for _, gather in started])
         manager.tiers.counters.wait_for_ranks(begin, time.perf_counter())
-        failed = [(unit, gather) for unit, gather in started if gather.exception() is not None]
-        for unit, _ in failed:
-            _lose(manager, unit)
-    for _, gather in failed:
+        come.update(unit.index for unit, gather in started if gather.exception() is None)
+    for _, gather in started:
         gather.result()
 
 

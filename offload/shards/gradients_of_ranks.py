@@ -181,11 +181,19 @@ class MicroBatch:
     def start_gather(self, address: int, index: int) -> Future[None]:
         """Start to gather a unit at an address of the host, where this rank's slice is in place.
 
-        What is started is gathered in this order, by a thread of its own.
+        What is started is gathered in this order, by a thread of its own, until one fails.
         """
         assert self._gathers is not None
         full, where = elements_at(address, self._units[index]), f"gather of {self._units[index].name}, updated"
-        return self._gathers.submit(self._beside.node.gather, full, where)
+
+        def gather() -> None:
+            try:
+                self._beside.node.gather(full, where)
+            except BaseException as error:
+                self._beside.fail(error)  # now: others would take the next unit for this one
+                raise
+
+        return self._gathers.submit(gather)
 
     def close(self) -> None:
         """End the threads. Idempotent."""

@@ -616,5 +616,7 @@ class Manager:
         self.tiers.check()
 
     def has_lost_content(self) -> bool:
-        """Tell whether parameters or states were lost by a failure while they were written."""
+        """Tell whether a part of a step was lost, or parameters or states by a failure while they were written."""
+        if self.forward.failure is not None:
+            return True
         return any(self.copies.is_lost(shard) for shard in self.copies if shard.role is not Role.GRAD)
