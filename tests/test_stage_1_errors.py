@@ -419,3 +419,34 @@ def test_parameters_of_which_slices_have_not_come_are_lost(how: str, home: str, 
         assert first[0] == (mine if rank == 1 else "RanksError") and "no room" in first[1]
         for told in afterwards:
             assert told[0] == "StateError" and "a step failed half way" in told[1], told
+
+
+def be_elsewhere(rank: int, stage: int, path: str) -> list[tuple[str, str]]:
+    """Let rank 1 be elsewhere while the others are in backward, time and again; all train on after each."""
+    found = []
+    with engine_of(stage=stage) as engine:
+
+        def differ(call: Callable[[], object]) -> None:
+            backward(engine)
+            assert engine.step()
+            found.append(error_of(call if rank == 1 else lambda: backward(engine)))
+
+        differ(engine.step)
+        differ(lambda: engine.save_checkpoint(path))
+        backward(engine)
+        assert engine.step()
+        engine.save_checkpoint(path)
+        differ(engine.step)
+        engine.load_checkpoint(path)
+        backward(engine)
+        assert engine.step()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_were_in_different_places_train_on(stage: int, tmp_path: Path) -> None:
+    every = run(be_elsewhere, WORLD, stage, str(tmp_path))
+    for found in every:
+        assert found == every[0] and not isinstance(found, (Raised, Ended)), found
+        for told, place in zip(found, ("step 2", "save_checkpoint", "step 5"), strict=True):
+            assert told[0] == "RanksError" and f" on ranks 0, 2, {place} on rank 1" in told[1], told

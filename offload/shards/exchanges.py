@@ -130,6 +130,11 @@ class Exchanges:
         """The micro-batch, for errors."""
         return f"backward {self._number}"
 
+    @property
+    def _next(self) -> str:
+        """The micro-batch in which all ranks are to meet."""
+        return f"backward {self._number + 1}"
+
     # --- a micro-batch ----------------------------------------------------------------------------------------------
 
     def begin(self, sums: Sums, reached: Collection[Where] | None) -> None:
@@ -159,9 +164,8 @@ class Exchanges:
             RanksError: another rank is elsewhere, or has failed, ended or not come.
             BaseException: `error`.
         """
-        self._number += 1
         try:
-            self._main.agree(self.where, error=error)
+            self._main.agree(self._next, error=error)
         finally:
             del error  # of whose traceback this is a part
 
@@ -277,9 +281,9 @@ class Exchanges:
 
     def _meet(self, sums: Sums) -> None:
         """Meet all ranks before anything is sent."""
-        self._number += 1
         self._sums = sums
-        self._main.agree(self.where)
+        self._main.agree(self._next)
+        self._number += 1  # not before: a rank that was elsewhere has not counted this one
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
