@@ -302,7 +302,7 @@ def agree_on_step(
         return
     commits = manager.commits
     newest = NO_MARK if commits is None else commits.newest
-    where, grouped = f"step {run.steps + 1}", facts_of_groups(groups, names)
+    where, grouped = where_of_step(run), facts_of_groups(groups, names)
     facts = facts_of_step(manager, factors, groups, run, micro_batches)
     said = ranks.agree(where, facts, numbers=[_number(repr(grouped)), newest])
     if len({number for number, _ in said.numbers}) > 1:
@@ -310,6 +310,11 @@ def agree_on_step(
     shared.note_loaded()
     if commits is not None:
         commits.pass_on(int(mark) for _, mark in said.numbers)
+
+
+def where_of_step(run: Progress) -> str:
+    """Return the place where all ranks meet before the step that comes next."""
+    return f"step {run.steps + 1}"
 
 
 def facts_of_step(

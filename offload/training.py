@@ -24,9 +24,10 @@ from offload.interrupt import Deferral, calls_users_code
 from offload.life import Life
 from offload.memory.budget import Tier
 from offload.module import refusals
+from offload.optim.recipe import trainable_units
 from offload.optim.step import Step
 from offload.optimizer import OffloadOptimizer
-from offload.several import agree_on_step
+from offload.several import agree_on_step, where_of_step
 from offload.shards.manager import Manager
 from offload.spans import STEP
 from offload.watching import Watch
@@ -141,11 +142,11 @@ class Training:
         self._last_loss = None if kept else weakref.ref(loss)
 
     def _refuse_loss(self, manager: Manager, loss: torch.Tensor) -> None:
-        """Refuse what backward cannot begin from; all ranks refuse a loss that is not finite on one."""
+        """Refuse what backward cannot begin from; all ranks refuse it where one does."""
         last = None if self._last_loss is None else self._last_loss()
         try:
             refusals.refuse_loss(loss, last, several_ranks=self._ranks.world > 1)
-        except NonFiniteError as error:
+        except (NonFiniteError, StateError) as error:
             manager.gradients.refuse_backward(error)
             raise
 
@@ -230,6 +231,30 @@ class Training:
         return self._step
 
     def _take_step(self, manager: Manager, step: Step, optimizer: OffloadOptimizer) -> bool:
+        with self._refusing_together(manager):
+            self._prepare_step(manager, optimizer)
+        done = step.micro_batches.done
+        agree_on_step(self._ranks, manager, self._book.factors, optimizer.param_groups, self._names, self._run, done)
+        manager.await_gradients(step.guess)
+        norm = self._book.measure()
+        if not self._is_ours and (norm.count == 0 or optimizer.only_makes_states(norm.squares)):
+            self._book.clear()
+            step.pass_over()
+            if norm.count == 0:
+                optimizer.note_nothing()
+            return False
+        with self._refusing_together(manager):  # all ranks: they have agreed on which gradients wait
+            if norm.count == 0:
+                raise StateError(
+                    "step: expected gradients but none has arrived since the last step; call backward first"
+                )
+        self._decision.decide()
+        taken = step.take(norm)
+        self._book.clear()
+        return taken
+
+    def _prepare_step(self, manager: Manager, optimizer: OffloadOptimizer) -> None:
+        """Finish what comes before a step, and refuse what this rank alone can tell."""
         untrained = self._hooks.untrained()
         if untrained is not None:
             name, parameter = untrained
@@ -243,22 +268,20 @@ class Training:
         manager.finish_step()  # with updates of units that were not used since the last one
         manager.bound.refuse_changes()
         self._book.adopt()
-        done = step.micro_batches.done
-        agree_on_step(self._ranks, manager, self._book.factors, optimizer.param_groups, self._names, self._run, done)
-        manager.await_gradients(step.guess)
-        norm = self._book.measure()
-        if not self._is_ours and (norm.count == 0 or optimizer.only_makes_states(norm.squares)):
-            self._book.clear()
-            step.pass_over()
-            if norm.count == 0:
-                optimizer.note_nothing()
-            return False
-        if norm.count == 0:
-            raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
-        self._decision.decide()
-        taken = step.take(norm)
-        self._book.clear()
-        return taken
+        if self._ranks.world > 1:  # before others begin to update
+            arrived = manager.gradients.arrived
+            manager.tiers.refuse_in_use(unit for unit in trainable_units(manager.units) if any(arrived(unit.index)))
+
+    @contextlib.contextmanager
+    def _refusing_together(self, manager: Manager) -> Iterator[None]:
+        """Bring what refuses a step, before it has changed anything, to where all ranks meet: they can be used on."""
+        try:
+            yield
+        except (StateError, ConfigError) as error:
+            if not manager.has_lost_content():
+                with contextlib.suppress(RanksError):  # they have failed, and this is the first that is known of it
+                    self._ranks.agree(where_of_step(self._run), error=error)
+            raise
 
     @contextlib.contextmanager
     def _telling_ranks(self, *shared: type[BaseException]) -> Iterator[None]:

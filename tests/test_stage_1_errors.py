@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -450,3 +451,52 @@ def test_ranks_that_were_in_different_places_train_on(stage: int, tmp_path: Path
         assert found == every[0] and not isinstance(found, (Raised, Ended)), found
         for told, place in zip(found, ("step 2", "save_checkpoint", "step 5"), strict=True):
             assert told[0] == "RanksError" and f" on ranks 0, 2, {place} on rank 1" in told[1], told
+
+
+def refuse(rank: int, stage: int, who: str) -> dict[str, tuple[str, str]]:
+    """Let all ranks, or only rank 1, call what is refused before anything was changed; all train on after each."""
+    mine = who == "all" or rank == 1
+    found = dict[str, tuple[str, str]]()
+    with engine_of(stage=stage) as engine:
+
+        def go_on() -> None:
+            backward(engine)
+            assert engine.step()
+
+        if who == "all":
+            found["nothing"] = error_of(engine.step)
+        backward(engine)
+        with engine.gather(engine.module[0]) if mine else contextlib.nullcontext():
+            found["in use"] = error_of(engine.step)
+        go_on()
+        loss = engine(torch.ones(2, 8)).mean()
+        engine.backward(loss)
+        found["twice"] = error_of(lambda: engine.backward(loss) if mine else backward(engine))
+        go_on()
+        backward(engine)
+        if mine:
+            engine.module[0].register_parameter("more", nn.Parameter(torch.zeros(1)))
+        found["untrained"] = error_of(engine.step)
+        if mine:
+            del engine.module[0].more
+        go_on()
+    return found
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_train_on_after_a_refusal(stage: int, who: str) -> None:
+    text = {
+        "nothing": "step: expected gradients but none has arrived",
+        "in use": "parameters of 0",
+        "twice": "backward: called twice for the same loss",
+        "untrained": "parameter 0.more: requires a gradient but was frozen",
+    }
+    for rank, found in enumerate(run(refuse, WORLD, stage, who)):
+        assert not isinstance(found, (Raised, Ended)), found
+        assert len(found) == len(text) - (who == "one")
+        for what, (kind, told) in found.items():
+            if who == "all" or rank == 1:
+                assert kind == "StateError" and told.startswith(text[what]), (what, told)
+            else:
+                assert kind == "RanksError" and told.startswith(f"rank 1: StateError: {text[what]}"), (what, told)
