@@ -249,6 +249,22 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
+def timeout_of(group: Any) -> float:
+    """Return the seconds that a process group, or the default one, was given as its timeout.
+
+    0 where it was given none: a group has torch's own of 30 minutes then. Nor does every back end tell.
+    """
+    c10d = torch.distributed.distributed_c10d
+    group = c10d._get_default_group() if group is None else group
+    longest_s = 0.0
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            timeout = group._get_backend(device).options._timeout
+            if timeout != c10d.default_pg_timeout:
+                longest_s = max(longest_s, timeout.total_seconds())
+    return longest_s
+
+
 def start_all_gather(group: Any, full: torch.Tensor, own: torch.Tensor) -> Any:
     """Return the work that fills `full` with each rank's `own`, which may be its place in `full`.
 

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -255,7 +256,26 @@ def test_a_silent_rank_is_named_at_the_deadline() -> None:
         kind, text, seconds = found[rank]
         assert kind == "RanksError" and seconds >= 0.6  # its deadline is 0.7
         assert "expected rank 1 but nobody came within 0.7 s" in text and "ranks 0, 2 waiting in an exchange" in text
+        assert text.endswith("pass a longer one to init_process_group, as timeout=timedelta(hours=2)")
     assert found[0][1] == found[2][1]
+
+
+def open_with_timeouts(rank: int) -> list[float]:
+    """Return the deadlines of ranks whose groups have torch's timeout, a longer one and a shorter one."""
+    processes.DEADLINE_S = 100.0
+    hours, short = (torch.distributed.new_group(timeout=timedelta(seconds=seconds)) for seconds in (7200, 50))
+    found = []
+    for group in (None, hours, short):
+        ranks = open_ranks(group)
+        ranks.agree("here")
+        found.append(ranks.deadline_s)
+        ranks.agree("the end")
+        ranks.close()
+    return found
+
+
+def test_who_gives_the_group_a_longer_timeout_waits_longer() -> None:
+    assert run(open_with_timeouts, 3) == [[100.0, 7200.0, 100.0]] * 3
 
 
 def wait_in_two_engines(rank: int) -> str:

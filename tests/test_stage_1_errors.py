@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import os
 import signal
@@ -500,3 +501,14 @@ def test_ranks_train_on_after_a_refusal(stage: int, who: str) -> None:
                 assert kind == "StateError" and told.startswith(text[what]), (what, told)
             else:
                 assert kind == "RanksError" and told.startswith(f"rank 1: StateError: {text[what]}"), (what, told)
+
+
+def be_patient(rank: int) -> list[float]:
+    """Return the deadline of what waits for other ranks, with a group that has a timeout of its own."""
+    group = torch.distributed.new_group(timeout=datetime.timedelta(hours=2))
+    with engine_of(stage=2, group=group) as engine:
+        return [engine._parts.ranks.deadline_s, engine._manager.gradients._deadline_s]
+
+
+def test_whatever_waits_for_ranks_waits_as_long_as_their_group() -> None:
+    assert run(be_patient, WORLD) == [[7200.0, 7200.0]] * WORLD

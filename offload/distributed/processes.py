@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from offload.distributed.meshes import Members, members_of
+from offload.distributed.meshes import Members, is_mesh, members_of
 from offload.distributed.ranks import Agreement, Fact, OneRank, Ranks
 from offload.distributed.records import (
     RECORD_BYTES,
@@ -35,26 +35,29 @@ from offload.distributed.words import Words
 from offload.errors import ConfigError, RanksError
 from offload.spans import COLLECTIVES
 from offload.stats import BETWEEN_NODES, Counters
-from offload.torch_private import default_store, start_all_gather
+from offload.torch_private import default_store, start_all_gather, timeout_of
 
 distributed: Any = torch.distributed
 
-DEADLINE_S = 600.0  # after which a rank that does not come counts as lost
+DEADLINE_S = 600.0  # after which a rank that does not come counts as lost, unless its group has a longer timeout
 LOOK_S = 0.05  # between looks for words, while waiting
 CENSUS_S = 0.3  # in which all who wait say where
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 _CLOSED = "ranks: closed"
 _TOLD = "_offload_told"  # attribute of an error: those through whom all were told of it
 _GROUP_TIMEOUT = 4  # times the deadline: gloo's own is only for what nobody waits for any more
+_LONGEST_TIMEOUT_S = 20 * 86400.0  # of gloo's own
+_LONGER = "; if it is only late, pass a longer one to init_process_group, as timeout=timedelta(hours=2)"
 
 
-def open_ranks(group: Any = None, *, deadline_s: float = DEADLINE_S, counters: Counters | None = None) -> Ranks:
+def open_ranks(group: Any = None, *, deadline_s: float | None = None, counters: Counters | None = None) -> Ranks:
     """Return the ranks of a process group, once all of them have come.
 
     Args:
         group: a ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of (ranks) or of (nodes, ranks of a node); None
             for the default group, if there is one.
-        deadline_s: seconds after which a rank that does not come counts as lost.
+        deadline_s: seconds after which a rank that does not come counts as lost; None for the timeout that the group
+            was given (the default one's, for a mesh), and at least :data:`DEADLINE_S`.
         counters: of the bytes that are sent; None where nobody looks.
 
     Raises:
@@ -68,6 +71,8 @@ def open_ranks(group: Any = None, *, deadline_s: float = DEADLINE_S, counters: C
         return OneRank()
     if not distributed.is_gloo_available():
         raise ConfigError("group: expected a torch with gloo, which carries host memory, but got one without it")
+    if deadline_s is None:
+        deadline_s = max(timeout_of(None if is_mesh(group) else group), DEADLINE_S)
     meeting = _Meeting(members, deadline_s, Counters() if counters is None else counters)
     return Processes(meeting, "control", "data")  # what is agreed on does not wait behind what is sent
 
@@ -113,7 +118,7 @@ class _Meeting:
         Raises:
             RanksError: another rank has ended.
         """
-        timeout = timedelta(seconds=self.deadline_s * patience * _GROUP_TIMEOUT)
+        timeout = timedelta(seconds=min(self.deadline_s * patience * _GROUP_TIMEOUT, _LONGEST_TIMEOUT_S))
         try:
             store = distributed.PrefixStore(name, self._store)
             return distributed.ProcessGroupGloo(store, among.index(self.rank), len(among), timeout)
@@ -183,6 +188,11 @@ class Processes:
         some = Processes(self._meeting, name, beside=self._is_beside, patience=self._patience, among=among, link=link)
         self._beside.append(some)
         return some
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds after which a rank that does not come counts as lost."""
+        return self._meeting.deadline_s * self._patience
 
     @property
     def node(self) -> Ranks:
@@ -308,7 +318,7 @@ class Processes:
 
     def _wait(self, work: Any, where: str) -> None:
         begin = time.monotonic()
-        deadline_s = self._meeting.deadline_s * self._patience
+        deadline_s = self.deadline_s
         ask = begin + max(deadline_s - CENSUS_S, deadline_s / 2)
         look, pause = begin + LOOK_S, _SHORTEST_PAUSE_S
         while not work.is_completed():
@@ -316,7 +326,7 @@ class Processes:
             if self._meeting.ended is not None:  # by another thread
                 raise RanksError(self._meeting.ended)
             if now >= ask:
-                self._raise_census(where, f"nobody came within {deadline_s:g} s")
+                self._raise_census(where, f"nobody came within {deadline_s:g} s", _LONGER)
             if now >= look:
                 look = now + LOOK_S
                 if self._is_alarmed():
@@ -354,12 +364,12 @@ class Processes:
         """Tell whether an agreement has told all of an error; see :meth:`Ranks.has_told`."""
         return vars(error).get(_TOLD) is self
 
-    def _raise_census(self, where: str, reason: str) -> NoReturn:
-        """Ask all where they are, and let it be what all of them raise."""
+    def _raise_census(self, where: str, reason: str, remedy: str = "") -> NoReturn:
+        """Ask all where they are, and let it be what all of them raise, with a further remedy."""
         try:
             self._words.ask(where)
             self._await_words(all_places=True)
-            text = self._words.failure() or self._words.fail(self._census(reason))
+            text = self._words.failure() or self._words.fail(self._census(reason, remedy))
         except RuntimeError as error:
             text = _store_gone(error)
         self._end(text)
@@ -382,7 +392,7 @@ class Processes:
                 return
             time.sleep(_LONGEST_PAUSE_S)
 
-    def _census(self, reason: str) -> str:
+    def _census(self, reason: str, remedy: str = "") -> str:
         """Return who waits where, and of whom nothing is known."""
         places, left = self._words.places(), self._words.left()
         silent = [rank for rank in range(self._meeting.world) if rank not in places and rank not in left]
@@ -404,6 +414,7 @@ class Processes:
         return (
             f"ranks: expected {named(silent)} but {reason}: no word of {named(silent)}, {waits}; see whether "
             f"{named(silent)} ended, had a batch less, computes, or waits for something else{more if others else ''}"
+            f"{remedy}"
         )
 
     def _end(self, text: str) -> NoReturn:

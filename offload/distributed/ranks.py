@@ -42,6 +42,7 @@ class Ranks(Protocol):
     Attributes:
         rank: of this process, counted from 0.
         world: how many there are.
+        deadline_s: seconds after which a rank that does not come counts as lost; 0 where none is waited for.
         ended: they have failed for good, or are closed.
         unfinished: nobody waits any more for something that has begun, but memory that it got may still be written to.
         node: the ranks that have all slices together, with this one's among them; all, unless there are several nodes.
@@ -50,6 +51,9 @@ class Ranks(Protocol):
 
     rank: int
     world: int
+
+    @property
+    def deadline_s(self) -> float: ...  # noqa: D102
 
     @property
     def ended(self) -> bool: ...  # noqa: D102
@@ -154,6 +158,7 @@ class OneRank:
 
     rank = 0
     world = 1
+    deadline_s = 0.0
     ended = False
     unfinished = False
 

@@ -46,7 +46,8 @@ class Words:
             if time.monotonic() > until:
                 raise RanksError(
                     f"ranks: expected all {self._world} to begin an engine within {deadline_s:g} s but got no word of "
-                    f"{named(missing)}; make the engine on all ranks, or see why they are late"
+                    f"{named(missing)}; make the engine on all ranks, see why they are late, or pass a longer timeout "
+                    "to init_process_group"
                 )
             time.sleep(0.01)
 

@@ -278,6 +278,11 @@ class Conductor:
         self._ranks.fail(error)
 
     @property
+    def deadline_s(self) -> float:
+        """Seconds after which a rank that does not come counts as lost."""
+        return self._ranks.deadline_s
+
+    @property
     def ended(self) -> bool:
         """Whether nobody waits any more."""
         return self._ranks.ended

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from offload.distributed.processes import DEADLINE_S
 from offload.distributed.ranks import Ranks
 from offload.distributed.rounds import Standing
 from offload.errors import BudgetError, StateError
@@ -101,7 +100,7 @@ class Tiers:
             undo.callback(host.close)  # it may be page-locked
             self._arenas = {Tier.DEVICE: arena, Tier.HOST: host}
             # Where a gradient is used it may wait for other ranks, and who waits for its use waits as long.
-            patience_s = deadline_s if ranks.world == 1 else max(deadline_s, DEADLINE_S)
+            patience_s = max(deadline_s, ranks.deadline_s)
             self.mover = self._make_mover(host, in_flight, patience_s)
             undo.callback(self.mover.close)
             self.copies = Copies(
