@@ -13,6 +13,7 @@ import importlib.metadata
 import inspect
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -607,6 +608,35 @@ def test_the_engine_clips_if_the_trainer_does_not(tmp_path: Path) -> None:
     assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
     if int(hf.__version__.split(".")[0]) >= 5:  # the first ones log no norm where they do not clip
         assert_close(logged(trainer).norms, logged(plain).norms, 1e-4)
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_processes_meet_behind_forwards_that_need_others_parameters(
+    slices: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in none of a model that has no engine any more."""
+    trainer = simple(tmp_path)
+    request = types.SimpleNamespace(slices_parameters=slices)
+    meetings: list[str] = []
+    engine = types.SimpleNamespace(
+        module=trainer.model,
+        optimizer=None,
+        plan=types.SimpleNamespace(request=request),
+        reference=None,
+        close=lambda restore: None,
+        wait_for_ranks=lambda where, failure: meetings.append(where),
+    )
+    monkeypatch.setattr(door_of_hf, "Engine", lambda *args, **options: engine)
+    monkeypatch.setattr(hf.TrainingArguments, "world_size", 3)
+    monkeypatch.setattr(OffloadTrainer, "_gathers_behind_forward", True)
+    monkeypatch.setattr(OffloadTrainer, "_stage_of_several", lambda trainer: 1)
+    trainer._open(object())
+    trainer.model(input_ids=rows(1)[0]["input_ids"][None])
+    assert meetings == ["the end of a forward"] * slices
+    trainer._close_of_other()
+    trainer._open(object())
+    trainer.model(input_ids=rows(1)[0]["input_ids"][None])
+    assert len(meetings) == 2 * slices
 
 
 def test_refuses_several_devices(tmp_path: Path) -> None:

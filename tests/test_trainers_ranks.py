@@ -175,9 +175,24 @@ def judge() -> torch.nn.Module:
     return transformers.LlamaForSequenceClassification(config)
 
 
+def asks(base: Any) -> Any:
+    """Return a callback that calls the model three times behind each step."""
+
+    def ask(self: Any, args: Any, state: Any, control: Any, model: Any, **more: Any) -> None:
+        with torch.no_grad():
+            for _ in range(3):
+                model(input_ids=torch.tensor([[3, 4, 5]]))
+
+    return type("Asks", (base,), {"on_step_end": ask})()
+
+
 def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
-    """Take three steps of SFT, of a reward model, and of DPO, whose reference follows the model in each process."""
+    """Take three steps of SFT, of a reward model, and of DPO, whose reference follows the model in each process.
+
+    Where parameters are whole, the first process calls the model between steps, and the others do not.
+    """
     import datasets
+    import transformers
     import trl
 
     from offload.integrations.hf import OffloadTrainerMixin
@@ -210,6 +225,8 @@ def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
             "offload_stage": stage,
         }
         trainer = type(kind.__name__, (OffloadTrainerMixin, kind), {})(**(options | more))
+        if rank == 0 and world > 1 and stage != 3:
+            trainer.add_callback(asks(transformers.TrainerCallback))
         trainer.train()
         log, engine = logged(trainer), trainer.engine
         found[name] = {"losses": log.losses, "norms": log.norms, "parameters": bits(engine.state_dict())}

@@ -67,6 +67,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     engine: Engine | None = None
     _reference_model: Any = None
+    _meeting: Any = None  # the hook by which processes meet behind each forward of the engine's module
 
     def __init__(
         self,
@@ -142,6 +143,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
             self.engine.close(restore=self.engine.module is self.model or self.engine.reference is not None)
             self.engine = None
+            if self._meeting is not None:
+                self._meeting.remove()
 
     def _open(self, optimizer: Any) -> None:
         """Make the engine."""
@@ -152,8 +155,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             several
         ):  # which marks it as prepared; else the trainer would have it wrapped in DDP, which adds gradients, too
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
-            if stage != APART and self._gathers_behind_forward:
-                self.model.register_forward_hook(lambda *_: self._meet("the end of a forward"))
+            if self.engine.plan.request.slices_parameters and self._gathers_behind_forward:
+                self._meeting = self.model.register_forward_hook(lambda *_: self._meet("the end of a forward"))
         if self.engine.optimizer is not None:
             self.optimizer = self.engine.optimizer
             scaling = scaling_of(self.engine)
