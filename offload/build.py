@@ -39,7 +39,7 @@ from offload.memory.device import Device
 from offload.memory.device_memory import open_device_meter
 from offload.memory.devices import open_device
 from offload.memory.limits import resolve_budgets
-from offload.memory.machine import free_bytes
+from offload.memory.machine import drives_of, free_bytes
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
 from offload.module.forwards import Forwards
@@ -183,8 +183,9 @@ def build(
     make_ready(everything, cast)
     run = None if calls.record is None else RunFiles(config)
     there_bytes = 0 if run is None else run.capacity_bytes
-    free = free_bytes(config.paths())
-    limits = resolve_budgets(config.budgets(), device, None if free is None else free + there_bytes)
+    near, users = several.who_shares(ranks, drives_of(config.paths()))
+    free = free_bytes(config.paths(), users)
+    limits = resolve_budgets(config.budgets(), device, None if free is None else free + there_bytes, ranks=near)
     unit_bytes = _unit_bytes(config, limits[Tier.DEVICE], run)
     unit_bytes = several.agree_on_options(ranks, config, optimizer, unit_bytes, stage, device)
     tree = units_of(everything, config, rule, unit_bytes, ranks=ranks.world, slices_frozen=stage in (3, "auto"))

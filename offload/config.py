@@ -52,8 +52,8 @@ class Config:
         device: torch device or its name: the CPU, CUDA or another accelerator of torch; None takes ``"cuda"`` where
             there is one, else ``"cpu"``.
         max_memory: budget per tier, keys ``"device"`` (or 0), ``"cpu"``, ``"nvme"`` (or ``"disk"``); bytes as int or
-            text, or a percentage of what is free. A missing tier gets what is free less head-room; ``nvme`` needs
-            `nvme_path`, unless it is 0.
+            text, or a percentage of what is free. A missing tier gets what is free less head-room. Several ranks of a
+            machine have a part each of what it has free. ``nvme`` needs `nvme_path`, unless it is 0.
         nvme_path: directory, or several, for the swap files. None: the NVMe tier is not used.
         run_dir: directory, or several, for the swap files of a durable run, in the place of `nvme_path`; made where it
             is missing. Parameters and states live there, and each step is committed: whatever ends the process, an

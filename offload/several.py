@@ -10,8 +10,9 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ import torch
 from offload.config import Config
 from offload.distributed.processes import open_ranks
 from offload.distributed.ranks import Fact, OneRank, Ranks
+from offload.distributed.records import MOST_NUMBERS
 from offload.errors import BudgetError, ConfigError, OffloadError, RanksError, StateError
+from offload.memory import machine
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.module.refusals import refuse_ranks
@@ -34,6 +37,8 @@ from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 from offload.stats import Counters
 from swap import NO_MARK
+
+logger = logging.getLogger(__name__)
 
 _SAME = (  # options that decide on bits
     "dtype",
@@ -127,6 +132,31 @@ def refuse_options(ranks: Ranks, optimizer: object, rule: Rule | None) -> None:
     for what, is_asked_for in refused.items():
         if is_asked_for:
             raise ConfigError(f"{what}: not with several ranks yet; leave it out, or train in one process")
+
+
+def who_shares(ranks: Ranks, drives: Collection[int]) -> tuple[int, dict[int, int]]:
+    """Return how many ranks this machine has, and how many of them use each of this one's drives.
+
+    A rank alone is one of as many processes as the launcher has started here: it may be apart from others.
+
+    Args:
+        ranks: who train together.
+        drives: numbers of devices.
+
+    Raises:
+        RanksError: another rank has failed, ended, not come, or is elsewhere.
+    """
+    if ranks.world == 1:
+        text = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
+        count = max(int(text), 1) if text.isdecimal() else 1
+        return count, dict.fromkeys(drives, count)
+    here, told = _number(machine.identity()), [*drives][: MOST_NUMBERS - 1]
+    said = ranks.agree("making an engine", numbers=[here, *told]).numbers
+    near = [set(named) for number, *named in said if number == here]
+    users = {drive: sum(drive in named for named in near) or len(near) for drive in drives}
+    if len(near) > 1:
+        logger.info("budgets: %d ranks share this machine, so shares and defaults are of their part", len(near))
+    return len(near), users
 
 
 def agree_on_options(

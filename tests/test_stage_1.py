@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from several_ranks import Ended, Raised, run
 from torch import nn
 
 from offload import AdamW, BudgetError, Engine, RanksError
+from offload.distributed.ranks import OneRank
+from offload.memory import limits, machine
 from offload.planning.roles import STATE_ROLES, Role
+from offload.several import who_shares
 from offload.shards.stream import ALL_STATES, Chunk
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
@@ -214,3 +218,43 @@ def test_each_rank_may_have_other_homes(stage: int, tmp_path: Path) -> None:
     every = run(train_elsewhere, 3, 3, str(tmp_path), stage)
     check_bits(one, every)
     assert [found["homes"] for found in every] == [HOMES[home] for home in ("device", "host", "nvme")]
+
+
+# --- what nobody has named --------------------------------------------------------------------------------------------
+
+FREE_BYTES, DRIVE_BYTES = 384 << 20, 512 << 20
+PERCENT = {"device": "50%", "cpu": "50%", "nvme": "50%"}
+
+
+def planned(rank: int, path: str, shares: bool, together: int) -> dict[str, int]:
+    """Return the budgets of a rank of a machine of so many, of which the last rank of all has no drive."""
+    options: dict[str, Any] = {"nvme_path": path} if rank < 2 else {}
+    if shares:
+        options["max_memory"] = {tier: text for tier, text in PERCENT.items() if tier != "nvme" or options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "free_host_bytes", lambda: FREE_BYTES)
+        patch.setattr(machine.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=DRIVE_BYTES))
+        patch.setattr(machine, "identity", lambda: str(rank // together))
+        torch.manual_seed(0)
+        with Engine(nn.Linear(64, 64), AdamW(), device="cpu", stage=1, threads=1, **options) as engine:
+            return dict(engine.stats().budget_bytes)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_ranks_of_a_machine_share_what_it_has_free(shares: bool, tmp_path: Path) -> None:
+    every = run(planned, 3, str(tmp_path), shares, 3)
+    host = [found["device"] + found["cpu"] for found in every]
+    assert 0.8 * FREE_BYTES < sum(host) <= FREE_BYTES and len(set(host)) == 1
+    assert [found["nvme"] for found in every] == [int(DRIVE_BYTES // 2 * (0.5 if shares else 0.9))] * 2 + [0]
+
+
+def test_ranks_of_other_machines_share_nothing(tmp_path: Path) -> None:
+    two, again, alone = run(planned, 3, str(tmp_path), True, 2)
+    assert two == again == {"device": FREE_BYTES // 4, "cpu": FREE_BYTES // 4, "nvme": DRIVE_BYTES // 4}
+    assert alone == {"device": FREE_BYTES // 2, "cpu": FREE_BYTES // 2, "nvme": 0}
+
+
+def test_an_engine_apart_has_its_part_of_what_the_launcher_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert who_shares(OneRank(), [7]) == (1, {7: 1})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert who_shares(OneRank(), [7]) == (4, {7: 4})

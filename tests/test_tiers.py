@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import types
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -496,15 +498,16 @@ def test_what_is_larger_than_the_region_never_fits() -> None:
     ),
     nvme_free=st.none() | st.integers(0, 1 << 42),
     container=st.none() | st.integers(0, 16 << 30),
+    ranks=st.integers(1, 8),
 )
 def test_budgets_are_what_was_given_and_shares_of_what_is_free(
-    shares: dict[str, int | Share], nvme_free: int | None, container: int | None
+    shares: dict[str, int | Share], nvme_free: int | None, container: int | None, ranks: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 8 << 30}))
         patch.setattr(machine, "cgroup_memory_free", lambda: container)
-        budgets = resolve_budgets(shares, CpuDevice(), nvme_free)
-    available = 8 << 30 if container is None else min(8 << 30, container)
+        budgets = resolve_budgets(shares, CpuDevice(), nvme_free, ranks=ranks)
+    available = (8 << 30 if container is None else min(8 << 30, container)) // ranks
     free = {"device": available, "cpu": available, "nvme": nvme_free or 0}
     half = int(available * HOST_HEADROOM / 2)
     default = {"device": half, "cpu": half, "nvme": int((nvme_free or 0) * DEVICE_HEADROOM)}
@@ -518,3 +521,13 @@ def test_budgets_are_what_was_given_and_shares_of_what_is_free(
             assert budgets[tier] == int(value.fraction * free[tier.value])
         else:
             assert budgets[tier] == value
+
+
+def test_two_folders_of_one_drive_have_its_free_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=100))
+    folders = (tmp_path / "a", tmp_path / "b", tmp_path / "missing")
+    for folder in folders[:2]:
+        folder.mkdir()
+    (drive,) = machine.drives_of(folders)
+    assert machine.free_bytes(folders) == 100 and machine.free_bytes(folders, {drive: 3}) == 33
+    assert machine.free_bytes(()) is None

@@ -41,11 +41,10 @@ def resolve_budgets(
         given: budgets by canonical name; shares are taken of what is free now, in the container where there is one.
         device: the compute device. Where the host can use its memory, device and host budgets are both main memory: a
             missing one gets half.
-        nvme_free_bytes: free bytes at the NVMe paths, None without paths.
-        ranks: that are to share what is free, each with a device of its own: the budgets are those of one.
+        nvme_free_bytes: free bytes at the NVMe paths, this process's part of them; None without paths.
+        ranks: that share main memory, each with an accelerator of its own: the budgets are those of one.
     """
     available = free_host_bytes() // ranks
-    drive_free = (nvme_free_bytes or 0) // ranks
     if device.addressable:
         device_free = available
         half = int(available * HOST_HEADROOM / 2)
@@ -53,8 +52,8 @@ def resolve_budgets(
     else:
         device_free = device.free_bytes()
         default = {"device": int(device_free * DEVICE_HEADROOM), "cpu": int(available * HOST_HEADROOM)}
-    default["nvme"] = int(drive_free * DEVICE_HEADROOM)
-    free = {"device": device_free, "cpu": available, "nvme": drive_free}
+    default["nvme"] = int((nvme_free_bytes or 0) * DEVICE_HEADROOM)
+    free = {"device": device_free, "cpu": available, "nvme": nvme_free_bytes or 0}
     budgets: dict[Tier, int] = {}
     for tier in Tier:
         value = given.get(tier.value, default[tier.value])

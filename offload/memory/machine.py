@@ -14,7 +14,7 @@ import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -64,6 +64,11 @@ def commit() -> str | None:
         )
         return done.stdout.strip() or None
     return None
+
+
+def identity() -> str:
+    """Return what all processes of one machine, or of one container, have in common: its name, and its boot."""
+    return f"{platform.node()} {read_text('/proc/sys/kernel/random/boot_id')}"
 
 
 def describe() -> dict[str, str | int | None]:
@@ -228,8 +233,19 @@ def free_space(path: str | Path) -> int:
     return info.f_bavail * info.f_frsize
 
 
-def free_bytes(paths: tuple[Path, ...]) -> int | None:
-    """Return the free bytes at the NVMe paths together, None without paths; missing ones are the store's to report."""
+def drives_of(paths: tuple[Path, ...]) -> dict[int, Path]:
+    """Return a path on each drive of the NVMe paths, by the device's number; missing ones are the store's to report."""
+    return {path.stat().st_dev: path for path in paths if path.exists()}
+
+
+def free_bytes(paths: tuple[Path, ...], users: Mapping[int, int] | None = None) -> int | None:
+    """Return the free bytes of the drives of the NVMe paths together, None without paths.
+
+    Args:
+        paths: of which several may be on one drive.
+        users: how many processes share a drive, by the number of its device: its part is counted; None: nobody shares.
+    """
     if not paths:
         return None
-    return sum(shutil.disk_usage(path).free for path in paths if path.exists())
+    drives = drives_of(paths).items()
+    return sum(shutil.disk_usage(path).free // (users or {}).get(drive, 1) for drive, path in drives)
