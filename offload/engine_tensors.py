@@ -149,7 +149,7 @@ class EngineTensors:
         Args:
             directory: for the files; made where it is missing.
             **kwargs: of the model's own method. ``max_shard_size`` says how large a file is: bytes, or a text like
-                ``"2GB"``.
+                ``"4GB"``. Without it, files of transformers' models have 2 GB at most.
 
         Raises:
             StateError: the module has no ``save_pretrained``, or the engine is closed, asleep or unusable.

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload import AdamW, ConfigError, Engine, load_pretrained
-from offload.checkpoint import safetensors_files
+from offload.checkpoint import module_state, safetensors_files
 from offload.checkpoint.unread_state import warn_of_shard
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -426,6 +426,26 @@ def test_files_are_those_of_the_plain_model(name: str, shard: str, tmp_path: Pat
     assert len(list((tmp_path / "ours").iterdir())) > (3 if shard == "20KB" else 1)
     again: Any = type(model).from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
     assert_same_tensors(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_files_are_small_if_nobody_says_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a class with a method of its own, which takes no size, is as large as that makes it."""
+    monkeypatch.setattr(module_state, "SHARD_BYTES", "20KB")
+    model: Any = BY_NAME["llama"].build()
+
+    class Own(type(model)):  # type: ignore[misc]
+        def save_pretrained(self, folder: Path, state_dict: Any) -> None:
+            super().save_pretrained(folder, state_dict=state_dict)
+
+    with Engine(model, AdamW(), **nvme(model, tmp_path)) as engine:
+        engine.save_pretrained(tmp_path / "small")
+        engine.save_pretrained(tmp_path / "whole", max_shard_size="50GB")
+        model.__class__ = Own
+        engine.save_pretrained(tmp_path / "own")
+        model.__class__ = Own.__base__
+    counts = [len(list((tmp_path / name).glob("*.safetensors"))) for name in ("small", "whole", "own")]
+    assert counts[0] > 3 and counts[1:] == [1, 1]
+    assert_same_tensors(contents(tmp_path / "small"), contents(tmp_path / "whole"))
 
 
 def test_steps_are_saved(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from offload.activations.tiling import join_tiles, split_tiles
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.beside import extra_key, taking_extra
 from offload.checkpoint.dict_memory import DictMemory
-from offload.checkpoint.unread_state import deferred_state, warn_of_shard
+from offload.checkpoint.unread_state import SHARD_BYTES, deferred_state, warn_of_shard
 from offload.classes import is_a
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Tier
@@ -123,6 +124,9 @@ class ModuleTensors:
             save(directory, state_dict=join_tiles(self._module, self.state_dict()), **kwargs)
             return
         if is_a(self._module, "transformers", "PreTrainedModel"):  # adapters are small
+            takes = inspect.signature(save).parameters.values()  # a class may have a method of its own
+            if any(each.name == "max_shard_size" or each.kind is each.VAR_KEYWORD for each in takes):
+                kwargs.setdefault("max_shard_size", SHARD_BYTES)
             total = sum(unit.param_bytes for unit in without_reference(self._tree.units))
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
         save(directory, state_dict=join_tiles(self._module, self.deferred_state(self._module)), **kwargs)

@@ -25,6 +25,8 @@ from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 from offload.sizes import format_bytes, parse_bytes
 
+SHARD_BYTES = "2GB"  # of a file of weights, if nobody says more: so much is in memory while it is written
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterReader:

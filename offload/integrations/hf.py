@@ -33,7 +33,6 @@ import transformers  # noqa: E402
 logger = logging.getLogger(__name__)
 
 FOLDER = "offload"  # of the engine's checkpoint, inside the trainer's
-SHARD_BYTES = "2GB"  # of a file of weights: so much is in memory while it is written
 STATES, SCHEDULE, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin"  # files of transformers
 
 # Private methods of transformers.Trainer that are overridden, with their parameters.
@@ -269,7 +268,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         os.makedirs(folder, exist_ok=True)
-        self.engine.save_pretrained(folder, **({} if self._saves_adapters else {"max_shard_size": SHARD_BYTES}))
+        self.engine.save_pretrained(folder)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

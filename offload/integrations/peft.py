@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.deferred import DeferredTensor
-from offload.checkpoint.unread_state import warn_of_shard
+from offload.checkpoint.unread_state import SHARD_BYTES, warn_of_shard
 from offload.classes import package_of
 from offload.config import DtypeName
 from offload.engine import Engine
@@ -50,7 +50,7 @@ def merge_and_save(
     adapter_names: Sequence[str] | None = None,
     safe_merge: bool = False,
     dequantize: DtypeName | None = None,
-    max_shard_size: int | str = "2GB",
+    max_shard_size: int | str = SHARD_BYTES,
     **kwargs: Any,
 ) -> None:
     """Save the model as ``merge_and_unload().save_pretrained(directory)`` would, bit by bit; training may go on after.
