@@ -43,8 +43,15 @@ def clean_up(*steps: Callable[[], None]) -> None:
         raise interrupt
 
 
+def may_restore(parts: Parts, life: Life) -> bool:
+    """Tell whether the parameters can have ordinary memory again, in what is being freed where they came from."""
+    room_bytes = parts.budgets[Tier.HOST].limit_bytes
+    room_bytes += parts.budgets[Tier.DEVICE].limit_bytes if parts.device.addressable else 0
+    return life.unusable is None and sum(unit.param_bytes for unit in parts.tree.units) <= room_bytes
+
+
 def close(
-    modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manager, *, restore: bool | None, meets: bool
+    modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manager, *, restore: bool, meets: bool
 ) -> None:
     """Close all parts; see ``Engine.close``.
 
@@ -53,15 +60,13 @@ def close(
         parts: of the engine.
         life: ends here.
         manager: owner of the shards.
-        restore: give the parameters ordinary memory again; None does so where there is room.
+        restore: give the parameters ordinary memory again; the engine is awake then.
         meets: wait for the other ranks, if each has slices of parameters: what they still gather needs this one's.
 
     Raises:
         swap.SwapError: the parameters could not be read back, or the drive hangs.
         StateError: somebody has changed a parameter in a forward, and the change is lost.
     """
-    if restore is None:
-        restore = life.unusable is None and _has_room(parts)
     clean_up(parts.hooks.unwind)
     if parts.plan.request.slices_parameters:
         meets = meets and life.unusable is None and (restore or not life.asleep)  # asleep, there is nothing to send
@@ -95,13 +100,6 @@ def close(
             restored.update(parts.loader.unload(manager))
     if lost is not None:
         raise lost
-
-
-def _has_room(parts: Parts) -> bool:
-    """Tell whether the parameters fit the memory that is being freed where they came from."""
-    room_bytes = parts.budgets[Tier.HOST].limit_bytes
-    room_bytes += parts.budgets[Tier.DEVICE].limit_bytes if parts.device.addressable else 0
-    return sum(unit.param_bytes for unit in parts.tree.units) <= room_bytes
 
 
 def _all_restore(parts: Parts, *, restore: bool, meets: bool) -> bool:

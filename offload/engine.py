@@ -23,7 +23,7 @@ from offload.build import EngineCalls, build
 from offload.checkpoint.pretrained import Weights, find_weights
 from offload.checkpoint.run_of_ranks import run_of_rank
 from offload.checkpoints import Checkpoints
-from offload.closing import close
+from offload.closing import close, may_restore
 from offload.config import Config
 from offload.deciding import Decision
 from offload.engine_runs import EngineRuns
@@ -299,6 +299,9 @@ class Engine(EngineTensors, EngineRuns):
         """Global gradient norm, averaged and unscaled, before clipping; None before the first backward.
 
         It is that of the gradients that wait for the next step, or of the last step where there are none.
+
+        Raises:
+            StateError: gradients wait, and the engine is asleep.
         """
         return self._training.grad_norm
 
@@ -464,7 +467,10 @@ class Engine(EngineTensors, EngineRuns):
                 module's forward raises a clear error.
 
         Raises:
-            swap.SwapError: the parameters could not be read back, or the drive hangs; the engine is closed then, too.
+            BudgetError: the engine is asleep, and its memory is gone, so that the parameters cannot be given back. It
+                is still asleep, and nothing is lost: free memory, or pass ``restore=False``.
+            swap.SwapError: the parameters could not be read back, or the drive hangs; the engine is closed then, too,
+                unless it was asleep, and is still.
             StateError: somebody has changed a parameter in a forward, and the change is lost; the engine is closed.
         """
         self._close(restore=restore, commit=True)
@@ -475,13 +481,14 @@ class Engine(EngineTensors, EngineRuns):
             return
         with self._deferral, contextlib.ExitStack() as last:
             last.enter_context(torch.inference_mode(False))  # parameters that are given back shall be ordinary ones
+            restore = may_restore(self._parts, self._life) if restore is None else restore
+            if self._life.asleep and restore and self._life.unusable is None:
+                self._sleeping.wake_alone()  # first: if it cannot, the engine sleeps on
             last.callback(self._sleeping.close)
             last.callback(self._watch.close)
             modules = [self.module] if self.reference is None else [self.module, self.reference]
             last.callback(close, modules, self._parts, self._life, manager, restore=restore, meets=meets)
             last.callback(self._checkpoints.settle)
-            if self._life.asleep and restore is not False and self._life.unusable is None:
-                self._sleeping.wake_alone()
             if commit and self._durable is not None and self._life.unusable is None and not self._life.asleep:
                 self._durable.finish()
 

@@ -167,8 +167,19 @@ class Sleeping:
             self._take_again(together.end, self._deferral.check).prefetch()
 
     def wake_alone(self) -> None:
-        """Do the same without other ranks, to close."""
-        self._take_again(lambda: None, lambda: None)
+        """Do the same without other ranks, to close.
+
+        Raises:
+            BudgetError: somebody else has it. The engine is still asleep.
+            swap.SwapError: an I/O error. The engine is still asleep.
+        """
+        try:
+            self._take_again(lambda: None, lambda: None)
+        except BudgetError as error:
+            raise BudgetError(
+                f"close: the engine is asleep still, for its memory is gone: {error}. Nothing is lost; give memory "
+                "back and close again, or pass restore=False to close without the parameters"
+            ) from error
 
     def _take_again(self, agree: Callable[[], object], pause: Callable[[], None]) -> Manager:
         """Have the content in its memory; asleep still, if it cannot be, or if `agree` or `pause` raises."""

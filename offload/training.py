@@ -107,7 +107,7 @@ class Training:
                     self._backward(manager, step, loss, kwargs)
                 drops = True
         except BaseException:
-            if drops and self._life.manager is not None:
+            if drops and self._life.manager is not None and not self._life.asleep:
                 with self._deferral:
                     self._forget_step(self._life.manager)
             raise

@@ -140,6 +140,98 @@ def test_no_room_to_wake_up(engine: Engine) -> None:
     assert engine.digests() == before
 
 
+def test_no_room_to_wake_up_to_close(engine: Engine) -> None:
+    """It sleeps on, and nothing is lost; as it is closed then, with the parameters given back."""
+    truth = engine.state_dict()
+    engine.sleep()
+    budget = engine._parts.budgets[Tier.DEVICE]
+    with budget.claim("others", budget.free_bytes):
+        with pytest.raises(BudgetError, match="close: the engine is asleep still.*held: others.*restore=False"):
+            engine.close()
+        with pytest.raises(StateError, match="asleep"):
+            engine.digests()
+    engine.close()
+    assert all(torch.equal(value, truth[name]) for name, value in engine.module.state_dict().items())
+
+
+def test_no_room_to_wake_up_at_the_end_of_a_block(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """An error that is on its way up comes first; the log has the other one."""
+    before = engine.digests()
+    engine.sleep()
+    budget = engine._parts.budgets[Tier.DEVICE]
+    with budget.claim("others", budget.free_bytes):
+        with pytest.raises(KeyError), engine:
+            raise KeyError
+        assert "close: the engine is asleep still" in caplog.text
+        with pytest.raises(BudgetError, match="asleep still"), engine:
+            pass
+    engine.wake()
+    assert engine.digests() == before
+
+
+def test_parameters_that_do_not_come_back_need_no_room_to_close(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.sleep()
+    monkeypatch.setattr("offload.engine.may_restore", lambda parts, life: False)
+    budget = engine._parts.budgets[Tier.DEVICE]
+    with budget.claim("others", budget.free_bytes):
+        engine.close()
+    with pytest.raises(StateError, match="closed without restoring"):
+        engine.module(batch(0))
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_gradients_are_neither_read_nor_changed_meanwhile(place: str, tmp_path: Path) -> None:
+    run = Run({**placed(place, tmp_path, "swap"), "nvme_path": directory(tmp_path, "more")})
+    with run.engine as engine:
+        run.train(range(1))
+        engine.backward(engine(batch(1)).pow(2).mean())
+        odd, first = engine.module.odd, engine.module.blocks[0].weight  # type: ignore[union-attr, index]
+        assert odd.grad is not None  # a handle from now on
+        before = {name: one["gradient"] for name, one in engine.digests().items() if "gradient" in one}
+        loss = odd.sum()  # whose graph has no view of a parameter
+        engine.sleep(host=True)
+        looks = [
+            lambda: odd.grad.norm(),
+            lambda: odd.grad.norm(3.0),
+            lambda: torch.isfinite(odd.grad).all(),
+            lambda: odd.grad.zero_(),
+            lambda: engine.grad_norm,
+            lambda: loss.backward(retain_graph=True),
+            lambda: engine.module(batch(1)),
+        ]
+        for look in looks:
+            with pytest.raises(StateError, match="asleep; call engine.wake"):
+                look()
+        held, odd.grad = odd.grad, None
+        given, first.grad = first.grad, torch.ones(first.shape)
+        for _ in range(2):  # what they have become is taken when the engine is awake
+            with pytest.raises(StateError, match="asleep; call engine.wake"):
+                engine.module(batch(1))
+        odd.grad, first.grad = held, given
+        engine.wake()
+        assert {name: one["gradient"] for name, one in engine.digests().items() if "gradient" in one} == before
+        assert engine.step()
+
+
+def test_an_interrupt_drops_no_gradients_that_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes at the beginning of a call that would be refused."""
+    engine.backward(engine(batch(1)).pow(2).mean())
+    before = engine.digests()
+    engine.sleep()
+
+    def interrupted(self: Deferral) -> Deferral:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Deferral, "__enter__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(torch.zeros((), requires_grad=True))
+    engine.wake()
+    assert engine.digests() == before
+
+
 @pytest.mark.parametrize("call", ["put", "get"])
 def test_a_drive_that_fails(call: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Falling asleep is undone; waking up may be repeated."""

@@ -83,8 +83,8 @@ class GradientBook:
         gradient, parameter.grad = parameter.grad, None
         unseen = self._unseen.get(where)
         if gradient is None:
-            if unseen is None and self._origins.pop(where, None) is not None:
-                self._manager.forget_gradient(*where)
+            if unseen is None and where in self._origins:
+                self._forget(where)
             return None
         if unseen is not None:
             self._add_to(where, unseen)
@@ -190,8 +190,12 @@ class GradientBook:
                 elif gradient is not None:
                     self.replace(parameter, where, gradient)
                 elif where in self._origins and not unseen:
-                    del self._origins[where]
-                    self._manager.forget_gradient(*where)
+                    self._forget(where)
+
+    def _forget(self, where: Where) -> None:
+        """Forget a gradient that somebody has taken out of ``.grad``."""
+        self._manager.forget_gradient(*where)
+        del self._origins[where]
 
     def replace(self, parameter: torch.Tensor, where: Where, gradient: torch.Tensor) -> None:
         """Let a tensor be what the coming step uses as a parameter's gradient."""
@@ -224,6 +228,7 @@ class GradientBook:
 
     def measure(self) -> GradientNorm:
         """Add up what is measured of each gradient, in model order: the same bits for every placement."""
+        self._manager.require_awake()
         self._gradients.await_copies()
         squares = left = 0.0
         bad, spoilt, factors, count = list[str](), list[str](), dict[Where, float](), 0
@@ -324,13 +329,12 @@ class GradientBook:
 
     def is_finite(self, value: Value) -> bool:
         """Tell whether all elements are."""
-        self._gradients.await_copies()
-        total = self._gradients.sum_of(*value.where)
-        assert total is not None
+        total = self._total(value.where)
         return not total[1] and math.isfinite(value.factor)
 
     def values(self, value: Value, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the elements, (numel,), as a tensor of its own."""
+        self._manager.require_awake()
         real = self._gradients.copied(*value.where, device)
         factor = value.factor * self.averaging()
         return (real if factor == 1.0 else real.mul_(factor)).to(dtype)
@@ -351,12 +355,19 @@ class GradientBook:
         if isinstance(content, torch.Tensor):
             value.scale = 1.0 / self.averaging()
 
+    def _total(self, where: Where) -> tuple[float, int]:
+        """Return the sum of squares of what has arrived of a gradient, and how many elements are not finite."""
+        self._manager.require_awake()
+        self._gradients.await_copies()
+        total = self._gradients.sum_of(*where)
+        assert total is not None, where
+        return total
+
     def _raw_norm(self, where: Where, order: float) -> float:
         if order == 2.0:
-            self._gradients.await_copies()
-            total = self._gradients.sum_of(*where)
-            assert total is not None
+            total = self._total(where)
             return math.sqrt(total[0]) if total[0] >= 0 else total[0]  # NaN stays NaN
+        self._manager.require_awake()
         content = self._gradients.content(*where)
         if not content.numel():
             return 0.0

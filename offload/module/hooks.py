@@ -243,6 +243,7 @@ class Hooks:
                 "model: cannot be transformed by torch.func (jvp, jacfwd, functionalize) while an engine has it, for "
                 "its parameters come and go; use torch.autograd.forward_ad, or close the engine first"
             )
+        self._manager.require_awake()  # before room is made for what autograd keeps
         if repeats:
             self._passes.note_repetition()
         elif not under_way:

@@ -156,7 +156,7 @@ class Manager:
 
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
-        self._require_awake()
+        self.require_awake()
         shard = self.copies.params[index]
         if self._is_asynchronous:
             self.working.release_idle()
@@ -206,7 +206,7 @@ class Manager:
 
     def begin_pass(self, *, training: bool) -> None:
         """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
-        self._require_awake()
+        self.require_awake()
         self._schedules.begin(training=training)
         if not training:
             self.schedule.restart()
@@ -304,6 +304,7 @@ class Manager:
         self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0
     ) -> None:
         """Add one parameter's gradient to what has arrived since the last step; see :meth:`Gradients.add`."""
+        self.require_awake()
         if self.commits is not None:
             self.finish_step()
         self.forward.make()  # what it keeps or has on its way in this memory is about to be overwritten
@@ -315,17 +316,20 @@ class Manager:
 
     def overwrite_gradient(self, index: int, slot: int, content: torch.Tensor | float) -> None:
         """Let a parameter's gradient be `content`; see :meth:`Gradients.overwrite`."""
+        self.require_awake()
         self.finish_step()
         self.backward.withdraw(index)
         self.gradients.overwrite(index, slot, content)
 
     def multiply_gradient(self, index: int, slot: int, factor: float) -> None:
         """Multiply what has arrived of a parameter's gradient."""
+        self.require_awake()
         self.backward.withdraw(index)
         self.gradients.multiply(index, slot, factor)
 
     def forget_gradient(self, index: int, slot: int) -> None:
         """Forget what has arrived of a parameter's gradient."""
+        self.require_awake()
         self.backward.withdraw(index)
         self.gradients.forget(index, slot)
 
@@ -454,7 +458,7 @@ class Manager:
                 then FAILED; the others are as they were.
             Exception: what `visit` raised, likewise.
         """
-        self._require_awake()
+        self.require_awake()
         units = list(units)
         assert not (writes and (span or slices))
         if self.tiers.shared is not None and not parts and reads | writes != {Role.PARAM}:
@@ -529,7 +533,12 @@ class Manager:
         """Refuse everything but to be closed, with this text."""
         self._away, self._refusal = [], why
 
-    def _require_awake(self) -> None:
+    def require_awake(self) -> None:
+        """Refuse to use memory that was given back.
+
+        Raises:
+            StateError: the engine is asleep, or was given up.
+        """
         if self._away is not None:
             raise StateError(self._refusal)
 
