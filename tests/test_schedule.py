@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.planning import schedule as schedule_module
 from offload.planning.schedule import NEVER, Schedule
 
 traces = st.lists(st.integers(0, 5), max_size=12)
@@ -136,3 +138,21 @@ def test_what_comes_within_the_step_ends_with_the_trace(trace: list[int], uses: 
     rest = steps[min(uses, len(steps)) :]
     assert list(schedule.upcoming(64, within_step=True)) == list(dict.fromkeys(rest))
     assert list(schedule.upcoming(64)) == list(dict.fromkeys(rest + steps))
+
+
+def test_a_step_that_never_ends_is_recorded_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where somebody runs forwards that record gradients, and never a step."""
+    monkeypatch.setattr(schedule_module, "MOST_USES", 10)
+    schedule = Schedule([0, 1, 2])
+    for _ in range(2000):
+        for unit in (0, 1, 2):
+            assert schedule.distance(unit) == 0
+            schedule.use(unit)
+            assert schedule.last == unit
+    assert len(schedule._recorded) == 10
+    schedule.restart()
+    assert schedule.trace == (0, 1, 2, 0, 1, 2, 0, 1, 2, 2)
+    for unit in (0, 1, 2, 2, 1, 0):  # a step at last
+        schedule.use(unit)
+    schedule.restart()
+    assert schedule.trace == (0, 1, 2, 1, 0)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 NEVER = 1 << 60
 PREFETCH_WINDOW = 64  # uses that prefetching looks at
+MOST_USES = 1 << 18  # that are recorded: somebody may run forwards, and never a step
 
 
 class Schedule:
@@ -18,7 +19,7 @@ class Schedule:
 
     The trace of step t predicts step t+1. Uses are recorded as they happen; :meth:`restart` closes a step. A use that
     the trace did not predict moves the position to that unit's next predicted use, if there is one: dynamic control
-    flow costs prefetches, never correctness.
+    flow costs prefetches, never correctness. Of a step of very many uses, the first ones predict all.
 
     Attributes:
         order: the units of a step in the order in which it uses each first.
@@ -61,7 +62,10 @@ class Schedule:
         """Record that `unit` is used now and move on."""
         if self._recorded and self._recorded[-1] == unit:
             return
-        self._recorded.append(unit)
+        if len(self._recorded) < MOST_USES:
+            self._recorded.append(unit)
+        else:
+            self._recorded[-1] = unit
         position, length = self._next.get(unit, -1) + 1, len(self._trace)
         for passed in range(self._position, position):  # a single one, where the trace has predicted it
             self._next[self._trace[passed % length]] += self._until_next[passed % length]
