@@ -32,6 +32,7 @@ import offload
 from offload import SGD, AdamW, Engine
 from offload.activations.rss import Rss, reset_high_water
 from offload.memory.budget import Tier
+from offload.module.gradient_book import GradientBook
 from offload.module.handles import GradientHandle
 
 pytestmark = [
@@ -1164,6 +1165,34 @@ def test_misuse_of_gather_gradients(wrapped: tuple[Engine, Net, Net]) -> None:
     engine.backward(loss_of(engine, 1))
     assert engine.step()
     engine._manager.check()
+
+
+@pytest.mark.parametrize("modify", [False, True])
+def test_gathering_that_fails_on_the_way_leaves_the_gradients(
+    modify: bool, wrapped: tuple[Engine, Net, Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever parameter it comes to, as it begins or as it ends."""
+    engine, model, plain = wrapped
+    backward(engine, plain)
+    before, count = engine.digests(), len(list(model.parameters()))
+    real, calls = GradientBook.values, 0
+
+    def values(self: GradientBook, *given: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise MemoryError("no memory")
+        return real(self, *given)
+
+    for nth in range(1, 2 * count + 1):
+        calls = 0
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no memory"):
+            patch.setattr(GradientBook, "values", values)
+            with engine.gather_gradients(modify=modify):
+                assert nth > count and not any(isinstance(p.grad, GradientHandle) for p in model.parameters())
+        assert all(isinstance(p.grad, GradientHandle) for p in model.parameters()), nth
+    assert engine.digests() == before
+    assert engine.step()
 
 
 def test_gathered_gradients_are_charged(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ class GradientTensors:
 
         def end() -> None:
             with claims:
-                changed = self._put_back(places, before, given, modify=modify and whole)
-            if changed and not modify and whole:
+                changed = self._put_back(places, before, given if whole else None, modify=modify)
+            if changed and not modify:
                 raise StateError(
                     f"gather_gradients: the gradient of {self._book.name_of(changed[0])} was changed; pass "
                     "modify=True to keep changes"
@@ -70,11 +70,11 @@ class GradientTensors:
                     self._book.show(where)
                 with no_subclasses():
                     before.update({where: parameter.grad for where, parameter in found.items()})
+                places.update(found)
                 size_bytes = sum(found[where].nbytes for where, handle in before.items() if handle is not None)
                 claims.enter_context(self._budget.claim("gathered gradients", size_bytes))
-                given.update(self._give(found, before))
                 claims.enter_context(self._book.gathering(found))
-                places.update(found)
+                self._give(found, before, given)
             yield
             whole = True
         finally:
@@ -89,16 +89,18 @@ class GradientTensors:
                 raise
 
     def _give(
-        self, places: Mapping[Where, nn.Parameter], before: Mapping[Where, torch.Tensor | None]
-    ) -> dict[Where, torch.Tensor]:
-        given = {}
+        self,
+        places: Mapping[Where, nn.Parameter],
+        before: Mapping[Where, torch.Tensor | None],
+        given: dict[Where, torch.Tensor],
+    ) -> None:
+        """Let ``.grad`` have elements; `given` has them as soon as they are there."""
         with no_subclasses():
             for where, parameter in places.items():
                 handle = before[where]
                 if isinstance(handle, GradientHandle):
                     given[where] = self._elements(handle, parameter)
                     parameter.grad = given[where]
-        return given
 
     def _elements(self, handle: GradientHandle, parameter: nn.Parameter) -> torch.Tensor:
         value = self._book.value_of(handle)
@@ -108,29 +110,50 @@ class GradientTensors:
         self,
         places: Mapping[Where, nn.Parameter],
         before: Mapping[Where, torch.Tensor | None],
-        given: Mapping[Where, torch.Tensor],
+        given: Mapping[Where, torch.Tensor] | None,
         *,
         modify: bool,
     ) -> list[Where]:
-        """Put handles in place again; returns whose gradients were changed."""
-        changed = []
+        """Put handles in place again, all of them; returns whose gradients were changed.
+
+        Args:
+            places: whose gradients were gathered.
+            before: the handles.
+            given: the elements; None where no change is looked at.
+            modify: keep changes.
+
+        Raises:
+            Exception: what failed first while changes were looked at, or kept.
+        """
+        changed = list[Where]()
+        failure: Exception | None = None
         with no_subclasses():
             for where, parameter in places.items():
                 now, handle = parameter.grad, before[where]
-                if handle is None:
-                    same = now is None
-                else:
-                    assert isinstance(handle, GradientHandle)
-                    if not self._book.is_current(handle):  # zero_grad() inside the block
+                if isinstance(handle, GradientHandle) and not self._book.is_current(handle):
+                    continue  # zero_grad() inside the block
+                parameter.grad = handle
+                try:
+                    if given is None or self._is_same(now, handle, given.get(where), parameter):
                         continue
-                    same = now is given[where] and _same_bits(now, self._elements(handle, parameter))
-                if not same:
                     changed.append(where)
-                if same or not modify:
-                    parameter.grad = handle
-                elif now is not None:
-                    self._book.replace(parameter, where, now)
+                    if modify and now is not None:
+                        self._book.replace(parameter, where, now)
+                    elif modify:
+                        parameter.grad = None
+                except Exception as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
         return changed
+
+    def _is_same(
+        self, now: torch.Tensor | None, handle: torch.Tensor | None, given: torch.Tensor | None, parameter: nn.Parameter
+    ) -> bool:
+        if handle is None or now is None:
+            return now is handle
+        assert isinstance(handle, GradientHandle)
+        return now is given and _same_bits(now, self._elements(handle, parameter))
 
     def _places(self, params: object) -> dict[Where, nn.Parameter]:
         """Return the parameters whose gradients are to be gathered by their place."""
