@@ -272,6 +272,7 @@ class Checkpoints:
                 }
                 imported = index.contents["random"] is None
                 self._state.refuse_other_buffers(found, index.tag, strict=strict, imported=imported)
+                found["accumulation"] = self._state.accumulation(found["accumulation"], index.tag, strict=strict)
                 groups = self._state.groups(found["optimizer"], strict=strict)
                 together.meet({"strict": strict, "the checkpoint": _digest(path)})
                 parts.changes.forget_copies()
@@ -281,7 +282,7 @@ class Checkpoints:
                 if again:
                     make_blank(manager, parts.steps.counts)
                 restorer.read(source, staging, parts.steps.counts)
-                waiting = restorer.read_gradients(source, staging)
+                waiting = restorer.read_gradients(source, staging) if found["accumulation"]["gradients"] else []
                 known_updates = {name: int(row["updates"]) for name, row in index.contents["parameters"].items()}
                 self._state.restore(found, known_updates, restorer.loaded, restorer.fresh)
                 names = self._state.names()

@@ -203,6 +203,36 @@ class RunState:
             stay = f"load_checkpoint: buffers and extra states stay as they are where checkpoint {tag} differs"
             warnings.warn(f"{stay}: {others}", stacklevel=5)
 
+    def accumulation(self, saved: Mapping[str, Any], tag: str, *, strict: bool) -> Mapping[str, Any]:
+        """Return the position in an accumulation to go on from: as saved, or where that cannot be, a step's beginning.
+
+        Args:
+            saved: the position.
+            tag: of the checkpoint.
+            strict: raise; else warn.
+
+        Raises:
+            CheckpointError: it is inside a step of another number of micro-batches.
+        """
+        step, position = self._parts.steps.step, saved["micro_batches"]
+        if step is None or position is None:
+            return saved
+        batches = step.micro_batches
+        if batches.can_go_on(position, waits=bool(saved["gradients"])):
+            return saved
+        told = (
+            f"was saved inside a step of {position.get('count', 'more')} micro-batches but this engine has "
+            f"gradient_accumulation_steps={batches.count}"
+        )
+        if strict:
+            raise CheckpointError(
+                f"checkpoint {tag}: {told}; load it with the same number, save right behind a step, or pass "
+                "strict=False to run the step's micro-batches again"
+            )
+        dropped = "its gradients are dropped; run the step's micro-batches again"
+        warnings.warn(f"load_checkpoint: checkpoint {tag} {told}: {dropped}", stacklevel=5)
+        return {"gradients": {}, "micro_batches": {**position, "done": 0}}
+
     def groups(self, saved: Any, *, strict: bool) -> list[dict[str, Any]] | None:
         """Return saved param groups as the optimizer loads them; None where there is nothing to load.
 

@@ -520,6 +520,38 @@ def test_gradients_that_wait_need_their_precision(tmp_path: Path) -> None:
         assert not any("gradient" in one for one in engine.digests().values())
 
 
+@pytest.mark.parametrize("written", ["now", "before"])
+@pytest.mark.parametrize("count", [2, 8])
+def test_micro_batches_of_another_number_are_refused(count: int, written: str, tmp_path: Path) -> None:
+    """They would be divided by the wrong one. Files from before have none: it is refused what is too few."""
+    with (run := Run(everything_on_device(), gradient_accumulation_steps=4)).engine as engine:
+        run.train(range(3))
+        path = save(engine, tmp_path / "saved")
+    if written == "before":
+        index = Index.read(path / "index.json")
+        del index.contents["accumulation"]["micro_batches"]["count"]
+        (path / "index.json").write_text(index.to_json())
+    with (run := Run(everything_on_device(), gradient_accumulation_steps=count)).engine as engine:
+        before = engine.digests()
+        if written == "before" and count == 8:
+            engine.load_checkpoint(tmp_path / "saved")
+            assert engine._step.micro_batches.done == 3  # type: ignore[union-attr]
+            return
+        said = "4" if written == "now" else "more"
+        text = f"inside a step of {said} micro-batches but this engine has gradient_accumulation_steps={count}; load"
+        with pytest.raises(CheckpointError, match=text):
+            engine.load_checkpoint(tmp_path / "saved")
+        assert engine.digests() == before
+        with pytest.warns(UserWarning, match="its gradients are dropped; run the step's micro-batches again"):
+            engine.load_checkpoint(tmp_path / "saved", strict=False)
+        assert not any("gradient" in one for one in engine.digests().values())
+        run.train(range(count))
+        assert engine._parts.steps.run.steps == 1
+        saved_again = save(engine, tmp_path / "again")
+    with Run(everything_on_device(), gradient_accumulation_steps=3).engine as engine:  # right behind a step
+        engine.load_checkpoint(saved_again)
+
+
 # --- saves that end early ---------------------------------------------------------------------------------------------
 
 

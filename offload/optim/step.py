@@ -126,10 +126,22 @@ class MicroBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the step under way, as plain values."""
-        return {"done": self.done, "meant": self._is_meant}
+        return {"done": self.done, "meant": self._is_meant, "count": self.count}
+
+    def can_go_on(self, state: Mapping[str, Any], *, waits: bool) -> bool:
+        """Tell whether the step that `state` is of can end here: other micro-batches would be divided by.
+
+        Args:
+            state: that :meth:`state_dict` returned; older ones have no count.
+            waits: some gradient does for that step.
+        """
+        count, done = state.get("count"), int(state["done"])
+        if count is None:
+            return done < self.count
+        return count == self.count or not (waits or done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned, if it can go on."""
         self.done = int(state["done"])
         self._is_meant = self._is_said or bool(state["meant"])
 
