@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -705,6 +706,37 @@ def test_evaluation_of_attention_is_the_same_for_every_placement(make: str, tmp_
             assert torch.equal(ours, plain(batch(0, 3, 5, WIDTH)))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_engines_in_two_threads_switch_the_fast_path_of_attention_together() -> None:
+    """The one that has begun first ends inside the forward of the other."""
+    inside, leave, seen = threading.Event(), threading.Event(), list[bool]()
+
+    class First(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert leave.wait(60)
+            return super().forward(x)
+
+    class Second(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            leave.set()
+            thread.join()
+            seen.append(torch.backends.mha.get_fastpath_enabled())
+            return super().forward(x)
+
+    def evaluate(engine: offload.Engine) -> None:
+        with torch.no_grad():
+            engine(batch(0))
+
+    first = offload.Engine(First(WIDTH, WIDTH), None, **everything_on_device())
+    second = offload.Engine(Second(WIDTH, WIDTH), None, **everything_on_device())
+    with first, second:
+        thread = threading.Thread(target=evaluate, args=(first,))
+        thread.start()
+        assert inside.wait(60)
+        evaluate(second)
+    assert seen == [False] and torch.backends.mha.get_fastpath_enabled()
 
 
 def test_forward_mode_differentiation(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ from offload.torch_private import function_modes, no_subclasses
 
 # What needs no parameters on the device, and what a parameter's own class takes over or refuses.
 _NOT_SERVED = (Does.LOOK, Does.OPEN, Does.MEASURE, Does.MAKE, Does.PASS, Does.ASSIGN, Does.WRITE)
+
+_slow = [0, True]  # places of all threads where the fast path is off, and whether it was on before the first of them
+_slow_lock = threading.Lock()
 
 
 class UnannouncedUses:
@@ -152,9 +156,15 @@ class _SeeParameters(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _without_fast_path() -> Iterator[None]:
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    with _slow_lock:
+        if not _slow[0]:
+            _slow[1] = torch.backends.mha.get_fastpath_enabled()
+        _slow[0] += 1
+        torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        with _slow_lock:
+            _slow[0] -= 1
+            if not _slow[0]:
+                torch.backends.mha.set_fastpath_enabled(bool(_slow[1]))
