@@ -16,6 +16,7 @@ from typing import Any
 from offload.build import Parts
 from offload.checkpoint.format.nested import Encoder
 from offload.checkpoint.format.packed import pack, pack_encoded, unpack
+from offload.errors import StateError
 from offload.life import Life
 from offload.run_state import RunState, drawn_so_far, set_drawn
 
@@ -98,6 +99,32 @@ class DurableRun:
         self._client = pack(value, "client_state")
         self._assigned = True
 
+    def take_over(self, value: Any) -> None:
+        """Let what was saved with a checkpoint be the user's own; an empty dict is that of one without."""
+        if isinstance(value, dict) and not value:
+            self._client, self._assigned, self._was_assigned = pack(None, "client_state"), False, False
+        else:
+            self.client_state = value
+
+    def client_state_of_step(self) -> Any:
+        """Return :attr:`client_state`, if it is that of the last step.
+
+        Raises:
+            StateError: it was assigned for the step before, and not for this one.
+        """
+        assert self._parts is not None
+        if self._is_stale and self._parts.steps.run.steps != self._sealed_step:  # else the last one changed nothing
+            raise StateError(
+                f"client_state: expected that of step {self._parts.steps.run.steps} but it was assigned for step "
+                f"{self._sealed_step}; assign engine.client_state before save_checkpoint, or pass client_state= to it"
+            )
+        return self.client_state
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the user's own was assigned for the step before the last one, and not since."""
+        return self._ended and self._was_assigned and not (self._assigned or self._ahead)
+
     # --- the moments of a step --------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
@@ -151,7 +178,7 @@ class DurableRun:
         manager.finish_updates()
         if manager.commits is None:
             return
-        if self._ended and self._was_assigned and not (self._assigned or self._ahead):
+        if self._is_stale:
             logger.info("run %s: the last step waits for its client_state", self._directory)
         elif self._ended:
             manager.commits.seal()

@@ -90,7 +90,7 @@ class EngineRuns:
             directory: of the checkpoints; made where it is missing.
             tag: name of the folder; None: ``step-`` and the number of steps. One that is there is replaced.
             client_state: of schedulers, samplers and the like: nested dicts, lists, tuples, numbers, texts, bytes and
-                tensors. :meth:`load_checkpoint` returns it.
+                tensors. :meth:`load_checkpoint` returns it. None: of a durable run, what was assigned for this step.
             keep: so many checkpoints stay in `directory`, the latest ones; None: all.
             wait: until it is complete.
 
@@ -102,13 +102,14 @@ class EngineRuns:
             BudgetError: the budgets have no room for the smallest buffers, or the swap files for what is held.
             CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
                 `directory`, or it cannot be written to.
-            StateError: the engine is closed or unusable, or parameters or gradients are gathered.
+            StateError: the engine is closed or unusable, or parameters or gradients are gathered; or a durable run's
+                ``client_state`` was assigned for the step before, and not for the last one.
             RanksError: another rank has failed, ended, not come, or has something else. Older checkpoints stay.
             swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
             swap.SwapError: another I/O error.
         """
         if client_state is None and self._durable is not None:
-            client_state = self._durable.client_state
+            client_state = self._durable.client_state_of_step()
         save = self._checkpoints.save if wait else self._checkpoints.begin
         return save(directory, tag=tag, client_state=client_state, keep=keep)
 
@@ -140,7 +141,7 @@ class EngineRuns:
         """
         client_state = self._checkpoints.load(directory, tag=tag, strict=strict)
         if self._durable is not None:
-            self._durable.client_state = client_state
+            self._durable.take_over(client_state)
             self._durable.end_step()
         return client_state
 

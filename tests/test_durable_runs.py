@@ -472,6 +472,53 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
     assert_same(finish(engine, losses), truth)
 
 
+def test_a_checkpoint_without_client_state_is_one_of_nobody(tmp_path: Path) -> None:
+    """So the steps that follow it are committed without one."""
+
+    def step(engine: Any, number: int) -> None:
+        engine.backward(engine(batch(number)).pow(2).mean())
+        engine.step()
+
+    with offload.Engine(Net(), adamw(), **tight(Net(), tmp_path)) as engine:
+        for number in range(3):
+            step(engine, number)
+        engine.save_checkpoint(tmp_path / "saved")
+    with durable(tmp_path / "run", checkpoint_dir=tmp_path / "saved") as engine:
+        assert engine.resumed.step == 3 and engine.resumed.client_state is None
+        step(engine, 3)
+    with durable(tmp_path / "run", checkpoint_dir=tmp_path / "saved") as engine:
+        assert engine.resumed.step == 4 and engine.resumed.source == str(tmp_path / "run")
+        engine.client_state = {"batch": 4}
+        step(engine, 4)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert engine.client_state is None, "that of the steps is of another moment"
+    with durable(tmp_path / "run") as engine:
+        assert engine.resumed.step == 3 and engine.resumed.client_state is None
+
+
+def test_a_checkpoint_of_a_run_has_the_client_state_of_its_step(tmp_path: Path) -> None:
+    with durable(tmp_path / "run") as engine:
+        for number in range(2):
+            engine.backward(engine(batch(number)).pow(2).mean())
+            engine.step()
+            if number == 1:
+                text = "client_state: expected that of step 2 but it was assigned for step 1; assign"
+                with pytest.raises(offload.StateError, match=text):
+                    engine.save_checkpoint(tmp_path / "saved")
+                engine.save_checkpoint(tmp_path / "saved", tag="given", client_state={"batch": 7})
+            engine.client_state = {"batch": number + 1}
+            engine.save_checkpoint(tmp_path / "saved", tag=f"{number}")
+        engine(batch(2))
+        engine.save_checkpoint(tmp_path / "saved", tag="next")
+        with pytest.raises(offload.StateError, match="expected gradients"):
+            engine.step()
+        engine.save_checkpoint(tmp_path / "saved", tag="failed")  # the last one that was taken is that of before
+    with durable(tmp_path / "run") as engine:
+        found = {path.name: engine.load_checkpoint(path) for path in (tmp_path / "saved").iterdir() if path.is_dir()}
+    assert found.pop("0") == {"batch": 1} and found.pop("given") == {"batch": 7}
+    assert all(state == {"batch": 2} for state in found.values()) and len(found) == 3
+
+
 def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with durable(tmp_path / "run") as engine:
         for _ in events(engine, {}, until=1):
