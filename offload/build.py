@@ -131,6 +131,7 @@ class Parts:
     steps: Steps
     run: RunFiles | None
     ranks: Ranks
+    threads: cpu_adam.Threads | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,8 +194,6 @@ def build(
     binding = Binding(tree, place)
     make = functools.partial(_plan, everything, config, rule, tree, limits, device, run, ranks)
     plan = several.agree_on_plan(ranks, tree, make, stage, device)
-    if config.threads is not None:
-        cpu_adam.set_num_threads(config.threads)
     life = calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
     loader = Loader(everything, tree, binding, config.init_weights or getattr(model, "_init_weights", None), weights)
@@ -209,6 +208,9 @@ def build(
         undo.callback(lambda: unloaded.update(loader.unload(manager, undo=True)))
         undo.callback(life.end)
         life.open(manager)
+        threads = None if config.threads is None else cpu_adam.Threads(config.threads)
+        if threads is not None:
+            undo.callback(threads.close)
         writer, forwards = ParameterWriter(binding, life.require_open), Forwards()
         changes = OutsideChanges(binding, forwards, manager, writer)
         steps = _steps(model, optimizer, rule, config, manager, binding, changes, calls)
@@ -255,6 +257,7 @@ def build(
         steps=steps,
         run=run,
         ranks=manager.tiers.ranks,
+        threads=threads,
     )
 
 

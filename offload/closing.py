@@ -89,6 +89,8 @@ def close(
     restored: dict[int, list[torch.Tensor]] = {}
     with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
         last.callback(parts.ranks.close)
+        if parts.threads is not None:
+            last.callback(parts.threads.close)
         last.callback(_leave_modules, modules, parts, life, restored)
         last.callback(manager.close)
         last.callback(parts.hooks.detach)

@@ -101,7 +101,8 @@ class Config:
         unit_bytes: split modules whose parameters are larger than this, bytes as int or text; None chooses from the
             budget.
         chunk_numel: elements per optimizer chunk; None chooses from the budget.
-        threads: threads of the CPU optimizer; None takes one per core.
+        threads: threads of the CPU's kernels, which all engines of a process share: of several that name a number, the
+            last one decides until it is closed. None takes one per core, or what another engine has named.
         prefetch: fetch the next units while one computes.
         io_deadline_s: seconds after which a wait for a transfer is given up with an error.
         initial_loss_scale: of float16: what the loss is multiplied by at first.

@@ -162,3 +162,23 @@ def test_the_bench_runs(tmp_path: Path) -> None:
     assert len(report["table"]) >= 25
     assert len(report["figures"]) >= 8
     assert all(row["milliseconds"] > 0 for row in report["table"])
+
+
+def test_the_last_one_who_asks_for_threads_decides_until_it_is_closed() -> None:
+    cpu_adam.set_num_threads(5)
+    first, second = cpu_adam.Threads(2), cpu_adam.Threads(3)
+    assert cpu_adam.num_threads() == 3
+    first.close()
+    assert cpu_adam.num_threads() == 3
+    third = cpu_adam.Threads(4)
+    third.close()
+    assert cpu_adam.num_threads() == 3
+    second.close()
+    assert cpu_adam.num_threads() == 5
+    cpu_adam.set_num_threads(1)
+    for one in (first, second, third):
+        one.close()
+    assert cpu_adam.num_threads() == 1
+    with pytest.raises(ValueError, match="threads: expected 1 or more"):
+        cpu_adam.Threads(0)
+    assert cpu_adam.num_threads() == 1

@@ -409,8 +409,10 @@ def test_thread_count_never_changes_the_result(threads: int, tmp_path: Path) -> 
     try:
         truth = run(build("gpt2"), data, max_grad_norm=0.5, threads=4, **everything_on_device())
         model = build("gpt2")
+        seen = set[int]()
+        model.register_forward_pre_hook(lambda *_: seen.add(cpu_adam.num_threads()))
         ours = run(model, data, max_grad_norm=0.5, threads=threads, chunk_numel=65536, **nvme(model, tmp_path))
-        assert cpu_adam.num_threads() == threads
+        assert seen == {threads} and cpu_adam.num_threads() == before
     finally:
         cpu_adam.set_num_threads(before)
     assert_equal(ours, truth)

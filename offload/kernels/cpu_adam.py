@@ -23,6 +23,9 @@ Floating point:
 
 from __future__ import annotations
 
+import threading
+from typing import ClassVar
+
 from offload.kernels.extension import _cpu_adam
 from offload.kernels.ranges import STATE_BLOCK, Dtype, MasterKind, Range, StateKind, check, checked_numel
 from offload.kernels.step import (
@@ -50,6 +53,7 @@ __all__ = [
     "StateKind",
     "StepArrays",
     "StepTarget",
+    "Threads",
     "available_isas",
     "convert",
     "emit",
@@ -231,6 +235,35 @@ def set_num_threads(count: int) -> None:
     if count < 1:
         raise ValueError(f"threads: expected 1 or more but got {count}; 1 is the calling thread alone")
     _cpu_adam.set_num_threads(count)
+
+
+class Threads:
+    """A number of threads that somebody asks for; of several, the last one decides, until it is closed."""
+
+    _asked: ClassVar[list[Threads]] = []
+    _before: ClassVar[list[int]] = []  # how many there were when nobody had asked
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # closed by the garbage collector, too
+
+    def __init__(self, count: int) -> None:
+        """Let `count` threads share a call.
+
+        Raises:
+            ValueError: as :func:`set_num_threads`.
+        """
+        self._count = count
+        with self._lock:
+            before = num_threads()
+            set_num_threads(count)
+            if not self._asked:
+                self._before[:] = [before]
+            self._asked.append(self)
+
+    def close(self) -> None:
+        """Ask no more: it is as if nobody had. Idempotent."""
+        with self._lock:
+            if self in self._asked:
+                self._asked.remove(self)
+                set_num_threads(self._asked[-1]._count if self._asked else self._before[0])
 
 
 def num_threads() -> int:
