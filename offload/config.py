@@ -233,7 +233,7 @@ class Config:
             raise ConfigError("activation_nvme_memory: nvme_path is missing; name a directory on the drive")
 
     def _check_run(self) -> None:
-        if self.resume not in (True, False, "auto"):
+        if not isinstance(self.resume, bool) and self.resume != "auto":  # 1 == True, and is none
             raise ConfigError(f'resume: expected True, False or "auto" but got {self.resume!r}')
         if self.checkpoint_dir is not None and not isinstance(self.checkpoint_dir, (str, Path)):
             raise ConfigError(f"checkpoint_dir: expected a directory but got {self.checkpoint_dir!r}")

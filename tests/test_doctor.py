@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -294,6 +295,14 @@ def test_numa_nodes(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert machine.numa_nodes(tmp_path) == 2
     assert machine.numa_nodes(tmp_path / "missing") == 1
+
+
+def test_paths_on_one_file_system_have_its_free_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=GIB))
+    assert machine.free_bytes((tmp_path / "a", tmp_path / "b", tmp_path / "missing")) == GIB
+    assert machine.free_bytes(()) is None
 
 
 def test_paths_that_cannot_be_used_are_told(tmp_path: Path) -> None:

@@ -856,6 +856,8 @@ def test_resume_is_what_was_asked_for(tmp_path: Path) -> None:
         ({"offload_optimizer": "cpu"}, "offload_optimizer: expected a home on the drive, .* but got 'cpu'; leave it"),
         ({"offload_param": "none"}, "offload_param: expected a home on the drive, .* but got 'none'; leave it"),
         ({"resume": "always"}, "resume: expected True, False or \"auto\" but got 'always'"),
+        ({"resume": 0}, 'resume: expected True, False or "auto" but got 0'),
+        ({"resume": 1}, 'resume: expected True, False or "auto" but got 1'),
         ({"run_dir": 7}, "run_dir: expected a directory or several but got 7"),
         ({"run_dir": []}, "run_dir: expected a directory or several but got \\[\\]"),
         ({"run_dir": None, "resume": True}, "resume: expected run_dir beside it but got none"),
