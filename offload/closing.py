@@ -125,10 +125,17 @@ def _leave_modules(
     life.end()
     parts.loader.give_back(restored)
     for module in () if restored else modules:
-        module.register_forward_pre_hook(_refuse_forward)
+        _Guard(module)
 
 
-def _refuse_forward(module: nn.Module, args: object) -> None:
-    for name, parameter in module.named_parameters():
-        if is_lost(parameter):
-            raise StateError(f"model: parameter {name}: {refusals.LOST}")
+class _Guard:
+    """Refuses a module's forward, as long as any parameter's content is lost."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._hook = module.register_forward_pre_hook(self)
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        for name, parameter in module.named_parameters():
+            if is_lost(parameter):
+                raise StateError(f"model: parameter {name}: {refusals.LOST}")
+        self._hook.remove()

@@ -840,8 +840,12 @@ def test_parameters_of_an_engine_that_did_not_restore_them(tmp_path: Path) -> No
         model.blocks[0].weight.norm()
     with pytest.raises(offload.StateError, match="closed without restoring"):
         model(batch(0))
+    with pytest.raises(offload.StateError, match="closed without restoring"):
+        copy.deepcopy(model)(batch(0))
     model.load_state_dict(net(4).state_dict())
+    assert model._forward_pre_hooks
     assert torch.equal(model(batch(0)), net(4)(batch(0)))
+    assert not model._forward_pre_hooks, "nothing is lost any more"
     with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
         assert torch.equal(engine(batch(0)), net(4)(batch(0)))
 
