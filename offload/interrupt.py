@@ -83,7 +83,7 @@ class Deferral:
         self._put_back()
         if self._pending and self._handler is not None:
             self._pending = False
-            if error is None:
+            if error is None or isinstance(error, Exception):  # else that ends the program
                 self._handler(SIGINT, None)
 
     def around(self, function: Callable[..., T], *args: Any) -> T:

@@ -258,3 +258,16 @@ def test_a_function_that_is_called_around_is_not_torn_out_of() -> None:
         assert not is_default(), "the block goes on"
     assert done == [1, 2] and is_default()
     check_holds(deferral)
+
+
+def test_an_interrupt_outlives_an_error_of_the_block() -> None:
+    deferral = Deferral()
+    with pytest.raises(KeyboardInterrupt) as found:
+        with deferral, deferral:
+            interrupted()
+            raise ValueError
+    assert isinstance(found.value.__context__, ValueError) and is_default()
+    with pytest.raises(SystemExit), deferral:
+        interrupted()
+        raise SystemExit
+    check_holds(deferral)
