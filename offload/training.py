@@ -203,6 +203,8 @@ class Training:
         manager = self._life.require_open()
         self._hooks.refuse_other_threads()
         with self._deferral:
+            if self._step is not None:
+                self._step.micro_batches.note_zeroed()
             self._forget_step(manager)
 
     def has_gradients(self) -> bool:

@@ -205,6 +205,23 @@ def test_torchs_own_backward_is_averaged_too(engine: deepspeed.DeepSpeedEngine) 
     assert engine.grad_norm == expected
 
 
+def test_zero_grad_inside_of_an_accumulation(
+    engine: deepspeed.DeepSpeedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with ZeRO: the gradients are not where it looks, and the count goes on."""
+    taken = []
+    for number in range(4):
+        engine.zero_grad()
+        engine.backward(engine(**batch(number)).loss)
+        taken.append(engine.step())
+    assert taken == [False, True, False, True] and engine.micro_steps == 4
+    assert [record.getMessage().partition(":")[0] for record in caplog.records].count("zero_grad") == 1
+    digests = engine.digests()
+    with initialize() as other:
+        go_on(other, 0, 4)
+        assert other.digests() == digests
+
+
 def test_passes_inside_no_sync_do_not_count(engine: deepspeed.DeepSpeedEngine) -> None:
     with engine.no_sync():
         engine.backward(engine(**batch(0)).loss)

@@ -1572,6 +1572,23 @@ def test_whoever_calls_step_once_per_accumulation_is_told(every: bool, caplog: p
     assert len(told) == (not every)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_whoever_forgets_gradients_before_each_micro_batch_is_told(
+    first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step would ever be taken."""
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    with Engine(nn.Linear(4, 4), AdamW(), device="cpu", gradient_accumulation_steps=2, max_memory=memory) as engine:
+        for number in range(6):
+            if first or number % 2 == 0:
+                engine.zero_grad()
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        assert engine.stats().step == (0 if first else 3)
+    told = [message for message in caplog.messages if message.startswith("zero_grad: drops 1 of")]
+    assert len(told) == first
+
+
 @pytest.mark.parametrize("view", [lambda w: w.data, lambda w: w.data[2:], lambda w: w.detach().t()[1]])
 def test_a_buffer_that_views_a_trained_parameter_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """It would not follow the parameter any more."""

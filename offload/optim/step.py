@@ -82,6 +82,7 @@ class MicroBatches:
         self._is_meant = self._is_said  # by the user: told, or shown by how steps are made
         self._passes = 0  # of backward, in the one under way
         self._is_told = False
+        self._is_drop_told = False
 
     @property
     def last(self) -> bool:
@@ -114,6 +115,17 @@ class MicroBatches:
             )
         self.done += 1
         return self.done >= self.count
+
+    def note_zeroed(self) -> None:
+        """Note that the user forgets gradients; who does so before each micro-batch never steps, and is told once."""
+        if self.done and not self._is_drop_told:
+            self._is_drop_told = True
+            logger.warning(
+                "zero_grad: drops %d of gradient_accumulation_steps=%d micro-batches, which have to come again before "
+                "the step; call it behind a step, or leave it out: a step does it",
+                self.done,
+                self.count,
+            )
 
     def drop(self) -> None:
         """Forget those that are closed, and what has come of the one under way."""

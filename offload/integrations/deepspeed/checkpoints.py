@@ -36,9 +36,6 @@ class Loads(Protocol):
     def import_checkpoint(self, path: str | Path, *, strict: bool = True) -> Facts:
         """Load another program's checkpoint."""
 
-    def zero_grad(self) -> None:
-        """Forget the gradients that wait."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loaded:
@@ -107,7 +104,7 @@ def load_run(
         else:
             loaded = Loaded(path, saved, None, None)
     if not states and engine.optimizer is not None:
-        engine.zero_grad()
+        engine.optimizer.zero_grad()
         _begin_anew(engine.optimizer, groups, before if module_only else run.state_dict())
     if module_only:
         set_drawn(drawn)

@@ -96,6 +96,7 @@ class DeepSpeedEngine(Engine):
         self._collate = collate_fn
         self._inside_no_sync = False
         self._was_taken = False
+        self._is_zero_told = False
         try:
             self._refuse_left_out()
             self.lr_scheduler = make_schedule(self.optimizer, lr_scheduler, translation.scheduler)
@@ -186,6 +187,24 @@ class DeepSpeedEngine(Engine):
             if every and number % every == 0 and self.global_rank == 0:
                 logger.info("step=%d, skipped=%d, lr=%s", number, self.skipped_steps, self.get_lr())
         return self._was_taken
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; inside of an accumulation do nothing, as DeepSpeed with ZeRO, which has them elsewhere.
+
+        Raises:
+            StateError: the engine is closed or asleep.
+        """
+        done = 0 if self._step is None else self._step.micro_batches.done
+        if not done:
+            super().zero_grad()
+        elif not self._is_zero_told:
+            self._is_zero_told = True
+            logger.warning(
+                "zero_grad: leaves the gradients of %d micro-batches of %d alone, as DeepSpeed with ZeRO; the step "
+                "drops them when it is taken. This is said once",
+                done,
+                self._batch.accumulation,
+            )
 
     def was_step_applied(self) -> bool:
         """Tell whether the last :meth:`step` has updated parameters."""
