@@ -362,6 +362,129 @@ def test_a_module_that_optimizes_by_hand(tmp_path: Path) -> None:
     assert_close(ours, fitted()[1], 1e-4)
 
 
+@pytest.mark.skipif(not hasattr(lightning.pytorch.callbacks, "WeightAveraging"), reason="Lightning has none yet")
+@pytest.mark.parametrize("averages", [True, False])
+def test_mean_weights_are_saved_and_resumed(averages: bool, tmp_path: Path) -> None:
+    """Where a checkpoint has the mean of the weights, it is evaluated, and training goes on with both."""
+    found = []
+    for name in ("plain", "ours"):
+        path, log, results = tmp_path / name / "last.ckpt", Log(), []
+        batches = torch.utils.data.DataLoader(rows(1) * 16, batch_size=2)
+
+        def trainer(steps: int = 4, *callbacks: Any, name: str = name) -> Any:
+            ours = OffloadStrategy(max_memory={"device": "32MiB", "cpu": "64MiB"})  # all parameters, for torch's mean
+            more = {} if name == "plain" else {"strategy": ours}
+            return lightning_trainer(tmp_path, max_steps=steps, callbacks=[*callbacks], **more)
+
+        def mean() -> Any:
+            made = lightning.pytorch.callbacks.WeightAveraging()
+            if not averages:  # nor later: the mean is what was loaded
+                made.should_update = lambda **step: False
+            return made
+
+        def validated(one: Any, module: Any, ckpt_path: Any, *, batches: Any = batches) -> float:
+            return float(one.validate(module, batches, ckpt_path=ckpt_path, verbose=False)[0]["val_loss"])
+
+        first = trainer(2, *([mean()] if averages else []))
+        first.fit(lightning_module(model(), adam, log), batches)
+        first.save_checkpoint(path)
+        alone = trainer()
+        results.append(validated(alone, lightning_module(model(), adam, Log()), path))
+        resumed, module = trainer(4, mean()), lightning_module(model(), adam, log)
+        resumed.fit(module, batches, ckpt_path=path)
+        results.append(validated(resumed, module, None))
+        file = torch.load(path, weights_only=False) if path.is_file() else None
+        if file is None:
+            folder, beside = door_of_lightning._find(path)
+            file = door_of_lightning._as_file(folder, torch.load(beside, weights_only=False))
+        for one in (first, alone, resumed) if name == "ours" else ():
+            one.strategy.engine.close()
+        found.append((log.losses, results, {name: value.clone() for name, value in file["state_dict"].items()}))
+    (truth, validations, weights), (ours, others, saved) = found
+    assert_close(ours, truth, 1e-4)
+    assert_close(others, validations, 1e-4)
+    assert weights.keys() == saved.keys()
+    for name, value in weights.items():
+        assert torch.allclose(value, saved[name], atol=1e-5), name
+
+
+def test_a_hook_leaves_weights_out_of_a_file_of_weights_alone(tmp_path: Path) -> None:
+    module = lightning_module(model(), adam, Log())
+
+    def leave_out(checkpoint: dict[str, Any]) -> None:
+        for name in [name for name in checkpoint["state_dict"] if "lm_head" not in name]:
+            del checkpoint["state_dict"][name]
+
+    module.on_save_checkpoint = leave_out
+    trainer = lightning_trainer(tmp_path, strategy=strategy(nvme, tmp_path), max_steps=1)
+    trainer.fit(module, loader(4))
+    with trainer.strategy.engine:
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert [*torch.load(tmp_path / "weights.ckpt", weights_only=False)["state_dict"]] == ["core.lm_head.weight"]
+
+
+def by_epochs(core: nn.Module) -> Any:
+    optimizer = adam(core)
+    return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)]
+
+
+@pytest.mark.parametrize("left", [1, 2])
+def test_averages_of_the_last_epochs_go_on(left: int, tmp_path: Path) -> None:
+    """Lightning's own schedule stands in the place of the module's when the checkpoint is saved."""
+    path, found = tmp_path / "kept", []
+    for resume in (None, f"epoch={3 - left}.ckpt"):
+        log, door = Log(), strategy(nvme, tmp_path)
+        mean = lightning.pytorch.callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2)
+        saves = ModelCheckpoint(dirpath=path, save_top_k=-1, filename="{epoch}", save_on_train_epoch_end=True)
+        trainer = lightning_trainer(
+            tmp_path,
+            strategy=door,
+            max_steps=-1,
+            max_epochs=4,
+            callbacks=[mean, *([] if resume else [saves])],
+            enable_checkpointing=resume is None,
+        )
+        trainer.fit(lightning_module(model(), by_epochs, log), loader(4), ckpt_path=resume and str(path / resume))
+        with door.engine as engine:
+            found.append((log.losses[-2 * left :], engine.digests()))
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 2 * left
+    assert found[0][1] == found[1][1]
+
+
+def test_a_closed_engine_is_followed_by_another(tmp_path: Path) -> None:
+    """So is one of another module, which is closed then."""
+    saves = {"callbacks": [keep(tmp_path, every_n_train_steps=2)], "enable_checkpointing": True, "max_steps": 2}
+    trainer, _ = fit(tmp_path, strategy(nvme, tmp_path), make=adam, **saves)
+    module, path = trainer.lightning_module, str(tmp_path / "kept" / "step=2.ckpt")
+    trainer.strategy.engine.close()
+    loss = trainer.validate(module, loader(4), ckpt_path=path, verbose=False)[0]["val_loss"]
+    first, other = trainer.strategy.engine, lightning_module(model(), adam, Log())
+    assert trainer.validate(other, loader(4), ckpt_path=path, verbose=False)[0]["val_loss"] == loss
+    with trainer.strategy.engine as engine:
+        assert first._manager is None and engine.module is other
+    assert torch.equal(module.core.lm_head.weight, other.core.lm_head.weight)
+
+
+def test_refuses_batch_norms_of_several_processes(tmp_path: Path) -> None:
+    door = door_of_lightning.OffloadRanksStrategy(max_memory={"device": "32MiB", "cpu": "64MiB"})
+    trainer = lightning_trainer(tmp_path, strategy=door, sync_batchnorm=True)
+    with pytest.raises(ConfigError, match=r"sync_batchnorm: expected batch norms of a process each.*leave it out"):
+        door.setup(trainer)
+
+
+class Uploads(lightning.pytorch.loggers.CSVLogger):
+    """A logger that uploads checkpoints, as the one of Weights & Biases does with the same argument."""
+
+    _log_model = True
+
+
+def test_warns_of_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, _ = fit(tmp_path, strategy(nvme, tmp_path), make=adam, max_steps=1, logger=Uploads(tmp_path))
+    trainer.strategy.engine.close()
+    told = [message for message in caplog.messages if message.startswith("Uploads: log_model uploads no checkpoint")]
+    assert len(told) == 1 and "checkpoint export" in told[0]
+
+
 def test_fits_twice(tmp_path: Path) -> None:
     """Each begins with a fresh optimizer, as without an engine."""
 

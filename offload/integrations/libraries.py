@@ -116,3 +116,8 @@ def refuse_other_schedule(subject: str, schedule: Any, optimizers: Iterable[Any]
 def trains_float16(model: torch.nn.Module) -> bool:
     """Tell whether the loss of a model has to be scaled."""
     return any(parameter.dtype == torch.float16 for parameter in model.parameters() if parameter.requires_grad)
+
+
+def is_closed(engine: Any) -> bool:
+    """Tell whether an engine is closed, so that its module is an ordinary one again."""
+    return bool(engine._life.closed)

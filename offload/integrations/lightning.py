@@ -8,32 +8,38 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from offload.checkpoint.format.folder import Folder
 from offload.checkpoint.restoring import read_state_dict
+from offload.classes import is_a
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError
-from offload.integrations.libraries import refuse_two_sides, require, trains_float16
+from offload.integrations.libraries import is_closed, refuse_two_sides, require, trains_float16
 from offload.module.clipping import clip_handles, handles_of
 from offload.run_state import drawn_so_far, set_drawn
 from offload.several import APART
 
 require("lightning", "2.4", door="offload.lightning")
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
+from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
+logger = logging.getLogger(__name__)
+
 FILE = "trainer.ckpt"  # what Lightning keeps, inside the folder of the engine's checkpoint
 TIED = "offload_tied"  # there: the other names of tensors, of which the engine's checkpoint has the first ones
+CURRENT = "current_model_state"  # there: the weights, where Lightning's WeightAveraging has put means in their place
 
 
 _Strategy: Any = object  # what the mixin is mixed into
@@ -72,10 +78,21 @@ class _Offloading(_Strategy):  # type: ignore[misc]
         """Set up as ever, and make the engine where ``fit`` has not.
 
         Raises:
-            ConfigError: both sides accumulate or clip, or there are several optimizers.
+            ConfigError: both sides accumulate or clip, there are several optimizers, or batch norms of several
+                processes would have to wait for each other.
         """
+        if getattr(self, "_layer_sync", None) is not None:
+            raise ConfigError(
+                "sync_batchnorm: expected batch norms of a process each but got sync_batchnorm=True, with which they "
+                "would ask other processes inside of a forward; leave it out, or use GroupNorm"
+            )
+        if trainer.state.fn == TrainerFn.FITTING:
+            _warn_of_uploads(trainer.loggers)
         super().setup(trainer)
-        if self.engine is None or self.engine.module is not self.model:
+        if self.engine is not None and (is_closed(self.engine) or self.engine.module is not self.model):
+            self.engine.close(restore=True)
+            self.engine = None
+        if self.engine is None:
             self._open(None, trainer)
 
     def model_to_device(self) -> None:
@@ -174,6 +191,7 @@ class _Offloading(_Strategy):  # type: ignore[misc]
             assert self.lightning_module is not None
             if self.is_global_zero:  # others write nothing
                 checkpoint["state_dict"] = self.lightning_module.state_dict()
+                self.lightning_module.on_save_checkpoint(checkpoint)  # which has seen no weights before
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint[TIED] = _tied(self.engine.module)
@@ -203,13 +221,28 @@ class _Offloading(_Strategy):  # type: ignore[misc]
         assert self.engine is not None and self.lightning_module is not None
         drawn = drawn_so_far()
         self.engine.load_checkpoint(self._folder, strict=strict)
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+        trainer, given = self.lightning_module.trainer, checkpoint["state_dict"]
+        if trainer.state.fn != TrainerFn.FITTING:
             set_drawn(drawn)  # a run that looks at a checkpoint goes on with its own random numbers
+        elif any(is_a(each, "lightning", "WeightAveraging") for each in trainer.callbacks):  # which loads both of them
+            place = cast(dict[str, Any], checkpoint)
+            if CURRENT in place:
+                place[CURRENT] = self.engine.state_dict()
+                return
+            place["state_dict"] = {**self.engine.state_dict(), **given}
+        if given:  # hooks have put other weights there
+            whole = {**self.lightning_module.state_dict(), **given}
+            super().load_model_state_dict({"state_dict": whole}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer's state, unless the engine's checkpoint had it."""
         if self._folder is None:
             super().load_optimizer_state_dict(checkpoint)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        for callback in trainer.callbacks:  # Lightning asks it only where checkpoints are loaded before the setup
+            if isinstance(callback, StochasticWeightAveraging) and callback._scheduler_state is not None:
+                callback._clear_schedulers(trainer)
 
 
 class OffloadStrategy(_Offloading, SingleDeviceStrategy):  # type: ignore[misc]
@@ -401,9 +434,24 @@ def _find(path: str | Path) -> tuple[Path, Path]:
 
 
 def _as_file(folder: str | Path, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file of Lightning's would have: what it `kept` in the folder, with the weights of the engine."""
+    """Return what a file of Lightning's would have: what it `kept` in the folder, with the weights of the engine.
+
+    What hooks have put in their place goes first.
+    """
     weights = read_state_dict(folder)
-    return {**kept, "state_dict": weights | {alias: weights[name] for alias, name in kept.get(TIED, {}).items()}}
+    aliases = {alias: weights[name] for alias, name in kept.get(TIED, {}).items()}
+    return {**kept, "state_dict": weights | aliases | kept.get("state_dict", {})}
+
+
+def _warn_of_uploads(loggers: Iterable[Any]) -> None:
+    """Warn of loggers that would upload checkpoints: they look for files."""
+    for each in loggers:
+        if getattr(each, "_log_model", False):
+            logger.warning(
+                "%s: log_model uploads no checkpoint, for those of this strategy are folders, and it uploads files; "
+                "upload what `python -m offload checkpoint export` writes, or save with save_weights_only=True",
+                type(each).__name__,
+            )
 
 
 def _tied(module: torch.nn.Module) -> dict[str, str]:
