@@ -20,6 +20,9 @@ _TRAIN = (  # the same, for a parameter that has no room in the plan
 TRAIN_MORE = f"{_TRAIN}, load the dict into its optimizer, and add the parameter with add_param_group"
 TRAIN_LISTED = f"{_TRAIN}, and load the dict into its optimizer"  # one that is in a group
 
+# What searches for a batch size look for in errors: accelerate's (auto_find_batch_size), and Lightning's.
+BATCH_TOO_LARGE = '; to a search for a batch size, this is "CUDA out of memory."'
+
 ASLEEP = "engine: asleep; call engine.wake()"
 PARTS = (
     "engine: expected one process for gradients and optimizer states as a whole but each of several ranks has a part "

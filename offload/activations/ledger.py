@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from offload.errors import BudgetError, StateError
+from offload.errors import BATCH_TOO_LARGE, BudgetError, StateError
 from offload.memory.budget import Budget
 from offload.sizes import format_bytes
 from offload.torch_private import no_functions
@@ -316,7 +316,7 @@ class Activations:
             except BudgetError as error:
                 self._owed_bytes = owed
                 states = ", or activation_memory, for which optimizer states leave it" if self._gradient_bytes else ""
-                raise BudgetError(f"{error}{states}, or {self._way_out()}") from None
+                raise BudgetError(f"{error}{states}, or {self._way_out()}{BATCH_TOO_LARGE}") from None
         now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return
@@ -496,7 +496,7 @@ class Activations:
         return (
             f"device budget: a micro-batch took {format_bytes(peak_bytes)} of activations and temporaries as measured "
             f"but {format_bytes(room_bytes)} are left beside {format_bytes(arena_bytes)} of {there}; {remedy}, "
-            "use gradient checkpointing, or take smaller micro-batches"
+            f"use gradient checkpointing, or take smaller micro-batches{BATCH_TOO_LARGE}"
         )
 
 
