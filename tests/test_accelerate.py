@@ -105,6 +105,62 @@ def test_trains_as_without(steps: int, precision: str, tmp_path: Path) -> None:
     assert_close((first.norms + second.norms)[:compared], truth.norms[:compared], 1e-4 if exact else 8e-3)
 
 
+def batches(made: accelerate.Accelerator, module: nn.Module, optimizer: Any, count: int) -> None:
+    for batch, _ in zip(loader(), range(count), strict=False):
+        made.backward(module(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_each_engine_of_an_accelerator_is_saved(tmp_path: Path) -> None:
+    """And an engine that is closed leaves its place to the next one."""
+    made, state = accelerator(), str(tmp_path / "state")
+    one, other = model(), model()
+    with Engine(one, adam(one), **nvme(one, tmp_path)) as first:
+        with Engine(other, adam(other), **nvme(other, tmp_path)) as second:
+            trained = [prepare(made, engine) for engine in (first, second, first)][:2]
+            batches(made, *trained[0], 1)
+            batches(made, *trained[1], 2)
+            digests = [first.digests(), second.digests()]
+            assert digests[0] != digests[1]
+            made.save_state(state)
+            for each in trained:
+                batches(made, *each, 1)
+            made.load_state(state)
+            assert [first.digests(), second.digests()] == digests
+    names = {path.name for path in (tmp_path / "state").iterdir()}
+    assert {"offload", "offload_1", "optimizer.bin", "optimizer_1.bin"} <= names and "optimizer_2.bin" not in names
+    with Engine(one, adam(one), **nvme(one, tmp_path)) as engine:
+        batches(made, *prepare(made, engine), 1)
+        made.save_state(str(tmp_path / "next"))
+        made.load_state(state)
+        assert engine.digests() == digests[0]
+    assert not (tmp_path / "next" / "offload_1").exists()
+
+
+def test_refuses_a_further_engine_where_the_loss_is_scaled(tmp_path: Path) -> None:
+    made, one, other = accelerator(), model(torch.float16), model()
+    first = Engine(one, AdamW(), **nvme(one, tmp_path))
+    with first, Engine(other, AdamW(), **nvme(other, tmp_path)) as second:
+        prepare(made, first)
+        with pytest.raises(ConfigError, match=r"^prepare: expected one engine on an accelerator that .*close the o"):
+            prepare(made, second)
+        first.close()
+        prepare(made, second)
+        assert made.scaler is None
+
+
+def test_refuses_a_scaler_that_several_processes_do_not_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32 parameters that compute in float16: the accelerator has it on a GPU."""
+    made, module = accelerator(), model()
+    made.scaler = scaler = torch.amp.GradScaler("cpu")
+    with Engine(module, AdamW(), **nvme(module, tmp_path)) as engine:
+        monkeypatch.setattr(type(engine.plan.request), "world_size", 2)
+        with pytest.raises(ConfigError, match=r'mixed_precision: expected "no" or "bf16" .* but got "fp16".*choose'):
+            door.scale_together(made, engine)
+        assert made.scaler is scaler
+
+
 def test_float16_is_scaled(tmp_path: Path) -> None:
     made, module = accelerator(), model(torch.float16)
     options = nvme(module, tmp_path, initial_loss_scale=2.0**24, loss_scale_hysteresis=1)
@@ -209,7 +265,7 @@ def test_clipping_takes_no_call_per_gradient(tmp_path: Path, monkeypatch: pytest
     calls, found = calls_of_handles(monkeypatch), []
     for asks_each in (False, True):
         if asks_each:
-            monkeypatch.setattr(door, "clip_together", lambda accelerator, engine: None)
+            monkeypatch.setattr(door, "clip_together", lambda accelerator, engine, others: None)
         made, module = accelerator(), model()
         with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
             trained, optimizer, data, schedule = prepare(made, engine, loader(), schedule_of(engine.optimizer))

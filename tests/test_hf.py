@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import inspect
@@ -32,11 +33,12 @@ from trainers import CLIPPING, LR, arguments, assert_close, calls_of_handles, lo
 
 from offload import AdamW, Engine
 from offload.cli import main as cli
-from offload.errors import ConfigError, StateError
+from offload.errors import BATCH_TOO_LARGE, BudgetError, ConfigError, StateError
 from offload.integrations import hf as door_of_hf
 from offload.integrations import libraries
 from offload.integrations.hf import OffloadCallback, OffloadTrainer, OffloadTrainerMixin
 from offload.memory.budget import Tier
+from offload.optimizer import OffloadOptimizer
 
 pytestmark = [
     pytest.mark.usefixtures("single_torch_thread"),
@@ -567,6 +569,117 @@ def test_clipping_takes_no_call_per_gradient(tmp_path: Path, monkeypatch: pytest
         assert min(found[0][0].norms) > trainer.args.max_grad_norm == 1.0
         assert bool(calls.keys() & CLIPPING) == asks_each
     assert found[0] == found[1]
+
+
+def test_preparing_leaves_the_states_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would gather them, move them to the device, and load them again."""
+
+    def refuse(self: Any) -> Any:
+        raise AssertionError("states were gathered")
+
+    monkeypatch.setattr(OffloadOptimizer, "state_dict", refuse)
+    trainer = simple(tmp_path, model(torch.bfloat16), bf16=True)
+    trainer.train()
+    with trainer.engine as engine:
+        assert engine.stats().step == 3
+
+
+@pytest.mark.parametrize("given", ["the trainer's", "torch's", "ours"])
+def test_a_closed_engine_is_followed_by_another(given: str, tmp_path: Path) -> None:
+    module = model()
+    optimizers = {
+        "the trainer's": None,
+        "torch's": torch.optim.AdamW(module.parameters(), lr=LR),
+        "ours": AdamW(lr=LR),
+    }
+    trainer = simple(tmp_path, module, optimizers=(optimizers[given], None))
+    trainer.train()
+    trainer.engine.close()
+    trainer.save_model(str(tmp_path / "weights"))
+    first, weights = trainer.engine, {name: value.clone() for name, value in module.state_dict().items()}
+    found = hf.LlamaForCausalLM.from_pretrained(tmp_path / "weights").state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in weights.items())
+    loss = trainer.evaluate()["eval_loss"]
+    assert trainer.engine is not first and trainer.engine.optimizer is None
+    trainer.engine.close()
+    assert trainer.evaluate()["eval_loss"] == loss
+    trainer.train()
+    with trainer.engine as engine:
+        assert engine.stats().step == 3
+        assert any(not torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
+
+
+def test_a_checkpoint_has_nothing_of_earlier_runs(tmp_path: Path) -> None:
+    trainer = simple(tmp_path, save_strategy="steps", save_steps=3)
+    for _ in range(2):
+        trainer.train()
+    with trainer.engine as engine:
+        assert engine.stats().step == 6
+    assert [path.name for path in (tmp_path / "out" / "checkpoint-3" / "offload").glob("step-*")] == ["step-00000006"]
+
+
+class Wide(nn.Module):
+    """Few parameters, and activations of 4.5 MiB a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        wide = self.scale * labels.expand(-1, 1 << 17)
+        for _ in range(8):
+            wide = wide.sin()
+        return {"loss": wide.mean()}
+
+
+def test_looks_for_a_batch_size_within_the_budget(tmp_path: Path) -> None:
+    trainer = OffloadTrainer(
+        model=Wide(),
+        args=arguments(tmp_path, max_steps=1, per_device_train_batch_size=64, auto_find_batch_size=True),
+        train_dataset=[{"labels": torch.ones(1)} for _ in range(128)],
+        offload={"max_memory": {"device": "160MiB", "cpu": "64MiB"}},
+    )
+    trainer.train()
+    with trainer.engine as engine:
+        assert engine.stats().step == trainer.state.global_step == 1
+    assert 1 <= trainer._train_batch_size < 64
+
+
+def test_searches_for_a_batch_size_know_the_budgets_error() -> None:
+    error = BudgetError(f"device budget: too much{BATCH_TOO_LARGE}")
+    assert accelerate.utils.memory.should_reduce_batch_size(error)
+    assert pytest.importorskip("lightning.pytorch.utilities.memory").is_oom_error(error)
+
+
+@pytest.mark.parametrize("how", ["an instance", "arguments by place", "no arguments", "arguments of the user"])
+def test_trl_loads_models_into_host_memory(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU it would take all of that for them."""
+    loaded: list[Any] = []
+
+    def load(path: str, *architecture: Any, **kwargs: Any) -> nn.Module:
+        loaded.append(kwargs.get("device_map", "auto"))
+        return saved(tmp_path)
+
+    monkeypatch.chdir(tmp_path)
+    module, door = saved(tmp_path), DOORS["DPO"]
+    monkeypatch.setattr(trl.trainer.dpo_trainer, "create_model_from_path", load)
+    args = door.arguments(tmp_path)
+    more = {**door.given(tmp_path), "ref_model": None}
+    if how == "an instance":
+        trainer = DPO(module, args=args, **more)
+    elif how == "arguments by place":
+        del more["ref_model"]
+        trainer = DPO("there", None, args, **more)
+    elif how == "no arguments":
+        monkeypatch.setattr(trl, "DPOConfig", functools.partial(trl.DPOConfig, use_cpu=True, bf16=False))
+        trainer = DPO(model="some/where", **more)
+        assert trainer.args.output_dir.endswith("where-DPO")
+    else:
+        args.model_init_kwargs = {"device_map": "cpu"}
+        trainer = DPO(model="there", args=args, **more)
+    expected = "cpu" if how == "arguments of the user" else None
+    assert loaded == [expected] * (1 if how == "an instance" else 2)
+    assert trainer.ref_model is not None
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from offload.engine import Engine
 from offload.errors import ConfigError
-from offload.integrations.libraries import refuse_durable, refuse_other_schedule, require, trains_float16
+from offload.integrations.libraries import is_closed, refuse_durable, refuse_other_schedule, require, trains_float16
 from offload.module.clipping import clip_handles, handles_of
 from offload.module.left_out import note_told
 
@@ -26,7 +27,7 @@ require("accelerate", "1.10", door="offload.accelerate")
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
-FOLDER = "offload"  # of the engine's checkpoint, inside the accelerator's
+FOLDER = "offload"  # of the engine's checkpoint, inside the accelerator's; of further engines offload_1, offload_2
 PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -37,7 +38,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
 
     Args:
         accelerator: of one process, or of several on CPUs, whose engines have a stage.
-        *objects: one engine, data loaders, schedulers of its optimizer, other models.
+        *objects: one engine, data loaders, schedulers of its optimizer, other models. A further engine of the
+            accelerator has a call of its own.
 
     Returns:
         The prepared objects in their order; in the engine's place its module and its optimizer.
@@ -45,7 +47,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
     Raises:
         ConfigError: the accelerator shards or wraps by itself, there is no engine that trains, or more than one, both
             sides average over micro-batches, the engine has other processes, a scheduler is one of another optimizer,
-            or it is a durable run.
+            it is a durable run, or the loss is scaled otherwise than the engine can.
     """
     if accelerator.distributed_type not in PLAIN:
         raise ConfigError(
@@ -78,29 +80,33 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
             f"prepare: expected an accelerator of the engine's processes, {world}, but got one of "
             f"{accelerator.num_processes}; pass cpu=True to Accelerator if there is no GPU, and no group to the engine"
         )
-    accelerator.scaler = scaling_of(engine) or accelerator.scaler
+    kept = kept_by(accelerator)
+    kept.drop_closed(accelerator)
+    others = [one for one in kept.engines if one is not engine]
+    scale_together(accelerator, engine, others)
     module = accelerator.prepare_model(engine.module, evaluation_mode=True)  # else it would be wrapped in DDP
     accelerator._models.remove(module)  # the engine saves and loads it
     note_told(accelerator, engine.module)
-    optimizer = accelerator.prepare_optimizer(PreparedOptimizer(found, scaler=accelerator.scaler))
-    accelerator.register_save_state_pre_hook(SavesEngine(engine))
-    accelerator.register_load_state_pre_hook(LoadsEngine(engine))
-    load_of_others(accelerator, engine)
-    clip_together(accelerator, engine)
+    optimizer = accelerator.prepare_optimizer(kept.add(engine, found, accelerator.scaler))
+    clip_together(accelerator, engine, others)
     prepared: list[Any] = []
     for each in objects:
         prepared += [module, optimizer] if each is engine else [accelerator.prepare(each)]
     return tuple(prepared)
 
 
-class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """An engine's optimizer as accelerate has it; its states are in the engine's checkpoint."""
+class StayingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An engine's optimizer as accelerate has it, whose states stay where the engine has them."""
 
     _is_accelerate_prepared = True  # for accelerate, which makes one of its own otherwise
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         """Wrap it, and leave its states where they are."""
         super().__init__(optimizer, device_placement=False, scaler=scaler)
+
+
+class PreparedOptimizer(StayingOptimizer):
+    """The same, where the engine's checkpoint has its states."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the engine's checkpoint has it."""
@@ -110,29 +116,61 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Do nothing: the engine's checkpoint has it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavesEngine:
-    """What accelerate calls before it saves."""
+class Kept:
+    """The engines that an accelerator saves and loads, each in a folder of its own."""
 
-    engine: Engine
+    def __init__(self) -> None:
+        self._by_folder: dict[str, tuple[Engine, PreparedOptimizer]] = {}
 
-    def __call__(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """Save the engine's checkpoint."""
-        self.engine.save_checkpoint(os.path.join(output_dir, FOLDER), keep=1)
+    @property
+    def engines(self) -> list[Engine]:
+        """All of them."""
+        return [engine for engine, _ in self._by_folder.values()]
+
+    def drop_closed(self, accelerator: Any) -> None:
+        """Forget engines that are closed: the next one has the folder."""
+        for folder, (engine, wrapper) in [*self._by_folder.items()]:
+            if is_closed(engine):
+                del self._by_folder[folder]
+                if wrapper in accelerator._optimizers:
+                    accelerator._optimizers.remove(wrapper)
+
+    def add(self, engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) -> PreparedOptimizer:
+        """Save and load an engine from now on; return what accelerate has of its optimizer, the same each time."""
+        for known, wrapper in self._by_folder.values():
+            if known is engine:
+                return wrapper
+        names = (FOLDER if number == 0 else f"{FOLDER}_{number}" for number in range(len(self._by_folder) + 1))
+        made = PreparedOptimizer(optimizer, scaler=scaler)
+        self._by_folder[next(name for name in names if name not in self._by_folder)] = (engine, made)
+        return made
+
+    def save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        """Save the engines' checkpoints: what accelerate calls before it saves."""
+        for folder, (engine, _) in self._by_folder.items():
+            engine.save_checkpoint(os.path.join(output_dir, folder), keep=1)
+
+    def load(self, models: list[Any], input_dir: str) -> None:
+        """Load the engines' checkpoints: what accelerate calls before it loads."""
+        for folder, (engine, _) in self._by_folder.items():
+            engine.load_checkpoint(os.path.join(input_dir, folder))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadsEngine:
-    """What accelerate calls before it loads."""
-
-    engine: Engine
-
-    def __call__(self, models: list[Any], input_dir: str) -> None:
-        """Load the engine's checkpoint."""
-        self.engine.load_checkpoint(os.path.join(input_dir, FOLDER))
+_kept: weakref.WeakKeyDictionary[Any, Kept] = weakref.WeakKeyDictionary()  # by accelerator
 
 
-def load_of_others(accelerator: Any, engine: Engine) -> None:
+def kept_by(accelerator: Any) -> Kept:
+    """Return what an accelerator saves and loads of engines, from now on."""
+    kept = _kept.get(accelerator)
+    if kept is None:
+        kept = _kept[accelerator] = Kept()
+        accelerator.register_save_state_pre_hook(kept.save)
+        accelerator.register_load_state_pre_hook(kept.load)
+        load_of_others(accelerator, kept)
+    return kept
+
+
+def load_of_others(accelerator: Any, kept: Kept) -> None:
     """Let an accelerator's ``load_state`` load what another number of processes has saved.
 
     Accelerate looks for a file of the scale where there are several, and goes on counting micro-batches of a process.
@@ -148,32 +186,33 @@ def load_of_others(accelerator: Any, engine: Engine) -> None:
             load_state(*args, **kwargs)
         finally:
             accelerator.scaler = scaler
-        if all(parameter.grad is None for parameter in engine.module.parameters()):
+        parameters = [parameter for engine in kept.engines for parameter in engine.module.parameters()]
+        if all(parameter.grad is None for parameter in parameters):
             accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
 
     accelerator.load_state = load_all
 
 
-def clip_together(accelerator: Any, engine: Engine) -> None:
+def clip_together(accelerator: Any, engine: Engine, others: Iterable[Engine] = ()) -> None:
     """Let an accelerator's ``clip_grad_norm_`` clip gradients that have moved away all at once, with the same bits."""
     known = accelerator.clip_grad_norm_
     without_engine = known.without_engine if isinstance(known, ClipsTogether) else known
-    accelerator.clip_grad_norm_ = ClipsTogether(accelerator, engine, without_engine)
+    accelerator.clip_grad_norm_ = ClipsTogether(accelerator, [*others, engine], without_engine)
 
 
 class ClipsTogether:
     """What an accelerator's ``clip_grad_norm_`` is where it has an engine."""
 
-    def __init__(self, accelerator: Any, engine: Engine, without_engine: Callable[..., Any]) -> None:
+    def __init__(self, accelerator: Any, engines: list[Engine], without_engine: Callable[..., Any]) -> None:
         """Prepare.
 
         Args:
             accelerator: unscales gradients where torch's ``GradScaler`` has scaled them.
-            engine: of the accelerator.
+            engines: of the accelerator.
             without_engine: what the accelerator's ``clip_grad_norm_`` is without an engine.
         """
         self._accelerator = accelerator
-        self._engine = engine
+        self._engines = engines
         self.without_engine = without_engine
 
     def __call__(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
@@ -188,26 +227,52 @@ class ClipsTogether:
             The norm before, a 0-dim tensor.
 
         Raises:
-            ConfigError: the engine clips, too.
+            ConfigError: their engine clips, too.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         handles = handles_of(given)
         if handles is None:
             return self.without_engine(given, max_norm, norm_type)
-        own = self._engine.config.max_grad_norm
-        if own is not None and math.isfinite(max_norm):
-            raise ConfigError(
-                f"clip_grad_norm_: expected one side that clips but got max_norm={max_norm} beside max_grad_norm={own} "
-                "of the engine; leave out one of them"
-            )
+        asked = {id(parameter) for parameter in given} if math.isfinite(max_norm) else set()
+        for engine in self._engines:
+            own = engine.config.max_grad_norm
+            if own is not None and any(id(parameter) in asked for parameter in engine.module.parameters()):
+                raise ConfigError(
+                    f"clip_grad_norm_: expected one side that clips but got max_norm={max_norm} beside "
+                    f"max_grad_norm={own} of the engine; leave out one of them"
+                )
         self._accelerator.unscale_gradients()
         return clip_handles(handles, max_norm, norm_type)
 
 
-def scaling_of(engine: Engine) -> LossScaling | None:
-    """Return what an accelerator needs for backward passes that are the engine's; None where torch's will do."""
-    scales = trains_float16(engine.module)
-    return LossScaling(engine, skips=scales) if scales or engine.plan.request.world_size > 1 else None
+def scale_together(accelerator: Any, engine: Engine, others: Iterable[Engine] = ()) -> None:
+    """Let backward passes be the engine's where torch's will not do: of float16, or of several processes.
+
+    Args:
+        accelerator: runs backward, and has a ``GradScaler`` where it computes in float16.
+        engine: which takes a place on it.
+        others: that it has already.
+
+    Raises:
+        ConfigError: there are several processes, whose float32 parameters need the accelerator's ``GradScaler``; or
+            there is another engine, and backward cannot be that of both.
+    """
+    own = accelerator.scaler
+    theirs = isinstance(own, LossScaling)
+    if isinstance(own, LossScaling):
+        own = own.without_engine
+    scales, several = trains_float16(engine.module), engine.plan.request.world_size > 1
+    if several and own is not None and not scales:
+        raise ConfigError(
+            'mixed_precision: expected "no" or "bf16" of several processes but got "fp16", whose GradScaler an engine '
+            'of several processes does not call; choose "bf16", or give the engine dtype="float16": it scales that loss'
+        )
+    if any(True for _ in others) and (theirs or scales or several):
+        raise ConfigError(
+            "prepare: expected one engine on an accelerator that scales its loss, for float16 or for several "
+            "processes, but got a further one; give it an accelerator of its own, or close the other one before"
+        )
+    accelerator.scaler = LossScaling(engine, skips=scales, without_engine=own) if scales or several else own
 
 
 class LossScaling:
@@ -216,14 +281,16 @@ class LossScaling:
     Its state is in the engine's checkpoint. Where the engine only adds, the loss is divided by the number of processes.
     """
 
-    def __init__(self, engine: Engine, *, skips: bool) -> None:
+    def __init__(self, engine: Engine, *, skips: bool, without_engine: Any) -> None:
         """Prepare.
 
         Args:
             engine: whose backward it is.
             skips: steps are skipped whose gradients are not finite.
+            without_engine: what the accelerator has scaled with before.
         """
         self._engine = engine
+        self.without_engine = without_engine
         self._divisor = engine.plan.request.world_size if engine.config.gradient_reduction == "sum" else 1
         self._skips = skips
 

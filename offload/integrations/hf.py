@@ -8,8 +8,10 @@ here are named in :data:`PRIVATE`, and pinned by a test.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ from offload.classes import is_a, package_of
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
-from offload.integrations.accelerate import clip_together, scaling_of
-from offload.integrations.libraries import processes, refuse_other_schedule, refuse_two_sides, require
+from offload.integrations.accelerate import StayingOptimizer, clip_together, scale_together
+from offload.integrations.libraries import is_closed, processes, refuse_other_schedule, refuse_two_sides, require
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
 from offload.several import APART
@@ -47,6 +49,7 @@ PRIVATE = {
 
 # Trainers of TRL that call the model equally often in all processes: the others generate.
 IN_STEP = ("SFTTrainer", "RewardTrainer", "DPOTrainer")
+BETA_REFERS = ("GRPOTrainer", "RLOOTrainer")  # those that load a reference model where beta is not 0
 
 Options = Config | Mapping[str, Any] | str | Path
 _Trainer: Any = object  # what the mixin is mixed into
@@ -67,6 +70,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     engine: Engine | None = None
     _reference_model: Any = None
     _meeting: Any = None  # the hook by which processes meet behind each forward of the engine's module
+    _given_optimizer: Any = None  # what the engine's is made of
 
     def __init__(
         self,
@@ -99,10 +103,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
                 "add its cpu and nvme to those of offload, whose engine has both models"
             )
         self._stage = offload_stage
-        model = kwargs.get("model", args[0] if args else None)
-        given: Any = kwargs.get("args")
-        if isinstance(model, str) and hasattr(given, "model_init_kwargs"):  # of TRL, which would fill the GPU
-            given.model_init_kwargs = {"device_map": None, **(given.model_init_kwargs or {})}
+        args, kwargs = load_into_host(type(self), args, kwargs)
         super().__init__(*args, **kwargs)
 
     # --- the trainer's life -----------------------------------------------------------------------------------------
@@ -119,6 +120,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the trainer's optimizer, and the engine that takes it over; return the engine's."""
+        self._forget_closed()
         self._close_of_other()
         if self.engine is None:
             refuse_other_schedule("optimizers", self.lr_scheduler, [self.optimizer])
@@ -133,9 +135,17 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _ensure_engine(self) -> None:
         """Make the engine if nobody has: a `create_optimizer` of the user's class may not call the one of this."""
+        self._forget_closed()
         self._close_of_other()
         if self.engine is None:
             self._open(self.optimizer)
+
+    def _forget_closed(self) -> None:
+        """Make another engine next, of the same optimizer, if the user has closed the one that was there."""
+        if self.engine is not None and is_closed(self.engine):
+            if self.engine.optimizer is not None and self.engine.module is self.model:
+                self.optimizer = self._given_optimizer
+            self.engine = None
 
     def _close_of_other(self) -> None:
         """Close an engine of another model, which model_init has made, or one that had nothing to train."""
@@ -157,9 +167,15 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             if self.engine.plan.request.slices_parameters and self._gathers_behind_forward:
                 self._meeting = self.model.register_forward_hook(lambda *_: self._meet("the end of a forward"))
         if self.engine.optimizer is not None:
-            self.optimizer = self.engine.optimizer
-            scaling = scaling_of(self.engine)
-            self.accelerator.scaler = scaling or self.accelerator.scaler
+            try:
+                scale_together(self.accelerator, self.engine)
+            except ConfigError:
+                self.engine.close()
+                self.engine = None
+                raise
+            self._given_optimizer = optimizer
+            made: Any = self.engine.optimizer
+            self.optimizer = StayingOptimizer(made, scaler=self.accelerator.scaler)
             clip_together(self.accelerator, self.engine)
         callbacks = self.callback_handler.callbacks
         for callback in [each for each in callbacks if isinstance(each, OffloadCallback)]:
@@ -198,9 +214,14 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         return found
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict through the engine; without a data set to train on, through one that only evaluates."""
+        """Evaluate or predict through the engine; without a data set to train on, through one that only evaluates.
+
+        So it does if the user has closed the engine.
+        """
+        closed = self.engine is not None and is_closed(self.engine)
+        self._forget_closed()
         if self.engine is None:
-            if self.train_dataset is None:
+            if self.train_dataset is None or closed:
                 self._open(None)
             else:
                 self.create_optimizer()
@@ -209,6 +230,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
         """Ask the reference model through the engine: before training, through one that only evaluates."""
+        self._forget_closed()
         if self.engine is None:
             self._open(None)
         return super().compute_ref_log_probs(*args, **kwargs)
@@ -261,7 +283,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save weights, one file in memory at a time."""
         known = is_a(self.model, "transformers", "PreTrainedModel") or self._saves_adapters
-        if self.engine is None or state_dict is not None or not known:
+        if self.engine is None or is_closed(self.engine) or state_dict is not None or not known:
             super()._save(output_dir, state_dict)
             return
         if not self.args.should_save:
@@ -283,7 +305,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         if self._saves_adapters:
             states = self.optimizer.state_dict()  # of all processes, whose parts it has
         else:
-            self.engine.save_checkpoint(os.path.join(output_dir, FOLDER))
+            self.engine.save_checkpoint(os.path.join(output_dir, FOLDER), keep=1)
         if self.args.should_save:
             if states is not None:
                 torch.save(states, os.path.join(output_dir, STATES))
@@ -362,6 +384,44 @@ def engine_config(args: Any, options: Config) -> Config:
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         gradient_reduction="sum",  # the trainer has divided the loss: by tokens, where it can
     )
+
+
+def load_into_host(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Let a trainer of TRL load models into host memory: beside a GPU, it would fill that.
+
+    Args:
+        kind: the trainer's class.
+        args: of its constructor.
+        kwargs: of its constructor.
+
+    Returns:
+        Both, with the trainer's arguments where they were left out: those that TRL would take.
+    """
+    bases = [each for each in kind.__mro__ if package_of(each) == "trl" and each.__name__.endswith("Trainer")]
+    if not bases:
+        return args, kwargs
+    base = bases[0]
+    given = {**dict(zip(inspect.signature(base).parameters, args, strict=False)), **kwargs}
+    model, name = given.get("model"), base.__name__.removesuffix("Trainer")
+    config: Any = given.get("args")
+    made = getattr(sys.modules["trl"], f"{name}Config", None)
+    if config is None and made is not None:
+        path = model if isinstance(model, str) else str(getattr(getattr(model, "config", None), "_name_or_path", ""))
+        config = made(f"{path.split('/')[-1]}-{name}")
+        args, kwargs = (), {**given, "args": config}
+    if hasattr(config, "model_init_kwargs") and (isinstance(model, str) or _loads_reference(base, given, config)):
+        config.model_init_kwargs = {"device_map": None, **(config.model_init_kwargs or {})}
+    return args, kwargs
+
+
+def _loads_reference(base: type, given: Mapping[str, Any], config: Any) -> bool:
+    """Tell whether a trainer of TRL loads a reference model beside a model that it was given."""
+    adapts = given.get("peft_config") is not None or is_a(given.get("model"), "peft", "PeftModel")
+    if adapts or not hasattr(sys.modules["trl.trainer.utils"], "create_model_from_path"):  # older ones ask no GPU
+        return False
+    if "ref_model" in inspect.signature(base).parameters:
+        return given.get("ref_model") is None and not getattr(config, "precompute_ref_log_probs", False)
+    return base.__name__ in BETA_REFERS and bool(getattr(config, "beta", 0.0))
 
 
 class LeavesReference:
