@@ -145,24 +145,27 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         if self.engine is not None and is_closed(self.engine):
             if self.engine.optimizer is not None and self.engine.module is self.model:
                 self.optimizer = self._given_optimizer
-            self.engine = None
+            self._leave()
 
     def _close_of_other(self) -> None:
         """Close an engine of another model, which model_init has made, or one that had nothing to train."""
         if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
             self.engine.close(restore=self.engine.module is self.model or self.engine.reference is not None)
-            self.engine = None
-            if self._meeting is not None:
-                self._meeting.remove()
+            self._leave()
+
+    def _leave(self) -> None:
+        """Have no engine any more."""
+        self.engine = None
+        if self._meeting is not None:
+            self._meeting.remove()
 
     def _open(self, optimizer: Any) -> None:
         """Make the engine."""
         config, several = engine_config(self.args, self._options), self.args.world_size > 1
         stage = None if not several else APART if optimizer is None else self._stage_of_several()
         self.engine = Engine(self.model, optimizer, config, reference=self._own_reference(), stage=stage)
-        if (
-            several
-        ):  # which marks it as prepared; else the trainer would have it wrapped in DDP, which adds gradients, too
+        if several:
+            # This marks it as prepared; else the trainer would have it wrapped in DDP, which adds gradients, too.
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
             if self.engine.plan.request.slices_parameters and self._gathers_behind_forward:
                 self._meeting = self.model.register_forward_hook(lambda *_: self._meet("the end of a forward"))
@@ -171,7 +174,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
                 scale_together(self.accelerator, self.engine)
             except ConfigError:
                 self.engine.close()
-                self.engine = None
+                self._leave()
                 raise
             self._given_optimizer = optimizer
             made: Any = self.engine.optimizer
