@@ -203,7 +203,7 @@ def _check_emission(arrays: StepArrays) -> None:
         raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
     if bool(arrays.emit) != (arrays.emit_dtype is not None) and arrays.numel:
         raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
-    if arrays.target is not None and arrays.emit % LINE_BYTES:
+    if arrays.target is not None and arrays.emit % LINE_BYTES and arrays.numel:
         raise ValueError(
             f"emit: expected an address that is a multiple of {LINE_BYTES} with a target but got {arrays.emit:#x}; "
             "start the range at a line"
