@@ -21,7 +21,7 @@ TRAIN_MORE = f"{_TRAIN}, load the dict into its optimizer, and add the parameter
 TRAIN_LISTED = f"{_TRAIN}, and load the dict into its optimizer"  # one that is in a group
 
 # What searches for a batch size look for in errors: accelerate's (auto_find_batch_size), and Lightning's.
-BATCH_TOO_LARGE = '; to a search for a batch size, this is "CUDA out of memory."'
+BATCH_TOO_LARGE = '; searches for a batch size know this as "CUDA out of memory."'
 
 ASLEEP = "engine: asleep; call engine.wake()"
 PARTS = (

@@ -488,7 +488,7 @@ def test_blocks_are_computed_again_if_a_micro_batch_finds_no_room_before_the_cho
     for given in (everything_on_device(), tight):
         with offload.Engine(Loss(), offload.AdamW(lr=1e-2), **given) as engine:
             if given is tight:
-                with pytest.raises(offload.BudgetError, match=r'or activations="recompute"; from the next .*"auto" is'):
+                with pytest.raises(offload.BudgetError, match=r'or activations="recompute"; .*; from the next .*"auto" is'):
                     engine(rows(0))
                 assert "activations: auto: recompute, for a micro-batch found no room before" in str(engine.plan)
             for number in range(2):
@@ -505,7 +505,7 @@ def test_what_cannot_be_computed_again_is_not_if_a_micro_batch_finds_no_room(tmp
     del given["activation_memory"]
     with offload.Engine(Normed(), offload.AdamW(lr=1e-2), **given) as engine:
         for _ in range(2):
-            with pytest.raises(offload.BudgetError, match=r'or activations="recompute"$'):
+            with pytest.raises(offload.BudgetError, match=r'or activations="recompute"; [^;]* "CUDA out of memory\."$'):
                 engine(rows(0))
         assert "activations: auto: the second micro-batch decides" in str(engine.plan)
 

@@ -104,8 +104,9 @@ def test_quantizers_stay_where_they_are_needed(folder: Path, monkeypatch: pytest
     leave_out_quantizers(parser.parse_args(["plan", "--model", "llama-3.1-8b"]))
     assert [sys.modules[name] for name in QUANTIZERS] == [None, None]
     (tmp_path / "config.json").write_text("[]")
+    leave_out_quantizers(parser.parse_args(["plan", "--model", str(tmp_path)]))  # which tells it itself
     with pytest.raises(offload.ConfigError, match="expected a JSON object in config"):
-        leave_out_quantizers(parser.parse_args(["plan", "--model", str(tmp_path)]))
+        leave_out_quantizers(parser.parse_args(["generate", "--model", str(tmp_path), "--prompt", "a"]))
 
 
 # --- models that need not be in memory ---
