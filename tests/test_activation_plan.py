@@ -488,7 +488,9 @@ def test_blocks_are_computed_again_if_a_micro_batch_finds_no_room_before_the_cho
     for given in (everything_on_device(), tight):
         with offload.Engine(Loss(), offload.AdamW(lr=1e-2), **given) as engine:
             if given is tight:
-                with pytest.raises(offload.BudgetError, match=r'or activations="recompute"; .*; from the next .*"auto" is'):
+                with pytest.raises(
+                    offload.BudgetError, match=r'or activations="recompute"; .*; from the next .*"auto" is'
+                ):
                     engine(rows(0))
                 assert "activations: auto: recompute, for a micro-batch found no room before" in str(engine.plan)
             for number in range(2):
