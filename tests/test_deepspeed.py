@@ -587,6 +587,24 @@ def test_parts_of_a_checkpoint(dtype: str, tmp_path: Path) -> None:
         assert {name: digest for name, (digest, _) in masters(engine).items()} == {n: d for n, (d, _) in saved.items()}
 
 
+def test_gradients_of_a_checkpoint_from_inside_an_accumulation_are_dropped_without_states(tmp_path: Path) -> None:
+    with initialize() as engine:
+        engine.backward(engine(**batch(0)).loss)
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+    with initialize() as engine:
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        assert engine.grad_norm is None and [take(engine, number) for number in range(2)] == [False, True]
+    with initialize() as engine:
+        engine.load_checkpoint(tmp_path)
+        assert engine.grad_norm is not None and take(engine, 1)
+
+
+def take(engine: deepspeed.DeepSpeedEngine, number: int) -> bool:
+    engine.backward(engine(**batch(number)).loss)
+    return engine.step()
+
+
 def test_what_deepspeed_has_saved(tmp_path: Path) -> None:
     with tarfile.open(RECORDED) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -14,6 +14,7 @@ import importlib.metadata
 import inspect
 import itertools
 import math
+import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -680,6 +681,25 @@ def test_trl_loads_models_into_host_memory(how: str, tmp_path: Path, monkeypatch
     expected = "cpu" if how == "arguments of the user" else None
     assert loaded == [expected] * (1 if how == "an instance" else 2)
     assert trainer.ref_model is not None
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_trainer_that_copies_its_reference_gets_no_option_to_load_one(
+    loads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL refuses the option beside a model that is there."""
+    module = types.ModuleType("trl.of_tests")
+    if loads:
+        vars(module)["create_model_from_path"] = None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class SomeTrainer:
+        def __init__(self, model: nn.Module, ref_model: nn.Module | None = None, args: Any = None) -> None: ...
+
+    SomeTrainer.__module__ = module.__name__
+    config = types.SimpleNamespace(model_init_kwargs=None)
+    door_of_hf.load_into_host(SomeTrainer, (nn.Linear(1, 1),), {"args": config})
+    assert config.model_init_kwargs == ({"device_map": None} if loads else None)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

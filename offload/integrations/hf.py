@@ -420,7 +420,7 @@ def load_into_host(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _loads_reference(base: type, given: Mapping[str, Any], config: Any) -> bool:
     """Tell whether a trainer of TRL loads a reference model beside a model that it was given."""
     adapts = given.get("peft_config") is not None or is_a(given.get("model"), "peft", "PeftModel")
-    if adapts or not hasattr(sys.modules["trl.trainer.utils"], "create_model_from_path"):  # older ones ask no GPU
+    if adapts or not hasattr(sys.modules[base.__module__], "create_model_from_path"):  # others load none, or for no GPU
         return False
     if "ref_model" in inspect.signature(base).parameters:
         return given.get("ref_model") is None and not getattr(config, "precompute_ref_log_probs", False)

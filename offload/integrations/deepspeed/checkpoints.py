@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ def load_run(
     strict: bool,
     module_only: bool,
     states: bool,
+    drop: Callable[[], None],
 ) -> Loaded | None:
     """Load a checkpoint into an engine.
 
@@ -80,6 +81,7 @@ def load_run(
         strict: names have to be the same.
         module_only: steps, groups and random numbers stay as they are.
         states: load the optimizer's states and groups, too; else they begin anew.
+        drop: forgets gradients that wait for a step.
 
     Returns:
         What is beside it; None, with a warning, where `tag` is None and there is no checkpoint.
@@ -104,7 +106,7 @@ def load_run(
         else:
             loaded = Loaded(path, saved, None, None)
     if not states and engine.optimizer is not None:
-        engine.optimizer.zero_grad()
+        drop()
         _begin_anew(engine.optimizer, groups, before if module_only else run.state_dict())
     if module_only:
         set_drawn(drawn)

@@ -191,6 +191,8 @@ class DeepSpeedEngine(Engine):
     def zero_grad(self) -> None:
         """Forget the gradients; inside of an accumulation do nothing, as DeepSpeed with ZeRO, which has them elsewhere.
 
+        The optimizer's ``zero_grad`` does the same. There, ``offload.Engine.zero_grad(engine)`` forgets them.
+
         Raises:
             StateError: the engine is closed or asleep.
         """
@@ -200,8 +202,8 @@ class DeepSpeedEngine(Engine):
         elif not self._is_zero_told:
             self._is_zero_told = True
             logger.warning(
-                "zero_grad: leaves the gradients of %d micro-batches of %d alone, as DeepSpeed with ZeRO; the step "
-                "drops them when it is taken. This is said once",
+                "zero_grad: leaves the gradients of %d micro-batches of %d alone, as DeepSpeed with ZeRO; "
+                "offload.Engine.zero_grad(engine) drops them. This is said once",
                 done,
                 self._batch.accumulation,
             )
@@ -502,6 +504,7 @@ class DeepSpeedEngine(Engine):
             strict=load_module_strict,
             module_only=load_module_only,
             states=load_optimizer_states and not load_module_only,
+            drop=super().zero_grad,
         )
         if loaded is None:
             return None, None
