@@ -77,7 +77,7 @@ class Checkpoints:
         directory: str | Path,
         *,
         tag: str | None,
-        client_state: Any,
+        client_state: Callable[[], Any],
         keep: int | None,
         latest: bool = True,
         file_bytes: int = FILE_BYTES,
@@ -100,7 +100,7 @@ class Checkpoints:
         directory: str | Path,
         *,
         tag: str | None,
-        client_state: Any,
+        client_state: Callable[[], Any],
         keep: int | None,
         file_bytes: int = FILE_BYTES,
     ) -> PendingCheckpoint:
@@ -109,7 +109,7 @@ class Checkpoints:
             return self._begin_copy(directory, tag, client_state, keep, file_bytes)
 
     def _begin_copy(
-        self, directory: str | Path, tag: str | None, client_state: Any, keep: int | None, file_bytes: int
+        self, directory: str | Path, tag: str | None, client_state: Callable[[], Any], keep: int | None, file_bytes: int
     ) -> PendingCheckpoint:
         with contextlib.ExitStack() as undo:
             save = undo.enter_context(self._begin(directory, tag, client_state, keep, file_bytes, hold=True))
@@ -151,7 +151,7 @@ class Checkpoints:
         self,
         directory: str | Path,
         tag: str | None,
-        client_state: Any,
+        client_state: Callable[[], Any],
         keep: int | None,
         file_bytes: int,
         *,
@@ -163,7 +163,7 @@ class Checkpoints:
             tag = self._prepare(tag, keep)
             manager, parts = self._life.require_open(), self._parts
             encoder = Encoder()
-            described = self._describe(encoder, {} if client_state is None else client_state, ranks)
+            described = self._describe(encoder, client_state(), ranks)
             held = last.enter_context(manager.hold()) if hold else None
             contents = Contents(manager, parts.book.waiting(), file_bytes, held)
             folder = Folder(directory)
@@ -211,6 +211,7 @@ class Checkpoints:
         return tag
 
     def _describe(self, encoder: Encoder, client_state: Any, ranks: Ranks) -> dict[str, Any]:
+        client_state = {} if client_state is None else client_state
         if ranks.rank == 0:
             return self._state.describe(encoder, client_state)
         return self._state.describe_own(encoder, client_state, prefix=f"rank {ranks.rank} ")

@@ -121,6 +121,11 @@ class DurableRun:
         return self.client_state
 
     @property
+    def was_assigned_late(self) -> bool:
+        """Whether :attr:`client_state` was assigned since the last step was sealed."""
+        return self._assigned
+
+    @property
     def _is_stale(self) -> bool:
         """Whether the user's own was assigned for the step before the last one, and not since."""
         return self._ended and self._was_assigned and not (self._assigned or self._ahead)

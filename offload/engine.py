@@ -28,7 +28,7 @@ from offload.config import Config
 from offload.deciding import Decision
 from offload.engine_runs import EngineRuns
 from offload.engine_tensors import EngineTensors
-from offload.errors import ConfigError, StateError
+from offload.errors import BudgetError, ConfigError, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
 from offload.module import refusals
@@ -50,6 +50,7 @@ from offload.stats import Counters, Stats
 from offload.trace import write_trace
 from offload.training import Training
 from offload.watching import Watch
+from swap import SwapError
 
 logger = logging.getLogger(__name__)
 
@@ -481,9 +482,7 @@ class Engine(EngineTensors, EngineRuns):
             return
         with self._deferral, contextlib.ExitStack() as last:
             last.enter_context(torch.inference_mode(False))  # parameters that are given back shall be ordinary ones
-            restore = may_restore(self._parts, self._life) if restore is None else restore
-            if self._life.asleep and restore and self._life.unusable is None:
-                self._sleeping.wake_alone()  # first: if it cannot, the engine sleeps on
+            restore = self._wake_to_close(restore, commit=commit, meets=meets)  # first: if it cannot, it sleeps on
             last.callback(self._sleeping.close)
             last.callback(self._watch.close)
             modules = [self.module] if self.reference is None else [self.module, self.reference]
@@ -491,6 +490,24 @@ class Engine(EngineTensors, EngineRuns):
             last.callback(self._checkpoints.settle)
             if commit and self._durable is not None and self._life.unusable is None and not self._life.asleep:
                 self._durable.finish()
+
+    def _wake_to_close(self, restore: bool | None, *, commit: bool, meets: bool) -> bool:
+        """Wake the engine, if what is done at its end needs that; tell whether parameters are given back."""
+        parts, life = self._parts, self._life
+        wanted = may_restore(parts, life) if restore is None else restore
+        if not life.asleep or life.unusable is not None or restore is False:
+            return wanted
+        meets = meets and parts.plan.request.slices_parameters and parts.ranks.world > 1
+        if wanted or meets or (commit and self._durable is not None and self._durable.was_assigned_late):
+            try:
+                self._sleeping.wake_alone()
+            except (BudgetError, SwapError) as error:
+                if meets:
+                    parts.ranks.fail(error)  # the others wait for this one's slices
+                if wanted:
+                    raise
+                logger.warning("close: %s", error)
+        return wanted
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled.

@@ -108,10 +108,10 @@ class EngineRuns:
             swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
             swap.SwapError: another I/O error.
         """
-        if client_state is None and self._durable is not None:
-            client_state = self._durable.client_state_of_step()
+        own = self._durable if client_state is None else None
+        given = (lambda: client_state) if own is None else own.client_state_of_step
         save = self._checkpoints.save if wait else self._checkpoints.begin
-        return save(directory, tag=tag, client_state=client_state, keep=keep)
+        return save(directory, tag=tag, client_state=given, keep=keep)
 
     def load_checkpoint(self, directory: str | Path, *, tag: str | None = None, strict: bool = True) -> Any:
         """Go on where :meth:`save_checkpoint` was called, with the same bits, whatever the budgets are and were.

@@ -140,7 +140,7 @@ def _file_of(model: str | os.PathLike[str]) -> Path:
 
 def _is_known(model: str | os.PathLike[str]) -> bool:
     """Tell whether this is a known name. A folder with config.json is that model, whatever its name."""
-    return isinstance(model, str) and model.lower() in KNOWN and not _file_of(model).is_file()
+    return isinstance(model, str) and model.lower() in KNOWN and not (Path(model) / "config.json").is_file()
 
 
 def _refuse_code(model: str, error: Exception) -> None:

@@ -171,7 +171,7 @@ def test_lion_without_betas_takes_the_sign_of_the_gradient(isa: str) -> None:
     shard.exp_avg.view(np.float32)[:] = 1.0
     shard.grad.view(np.float32)[:] = -1e-9
     before = shard.weights().astype(np.float64)
-    Trained(shard).step(Hyper(Lion(lr=0.5, betas=(0.0, 0.0))))
+    Trained(shard).step(Hyper(Lion(lr=0.5, betas=(0, 0.0))))
     np.testing.assert_array_equal(shard.weights(), (before + 0.5).astype(np.float32))
     np.testing.assert_array_equal(shard.exp_avg.view(np.float32), np.float32(-1e-9))
 

@@ -145,6 +145,30 @@ def test_ranks_commit_before_they_sleep(tmp_path: Path) -> None:
     assert run(sleep_and_close, WORLD, WORLD, str(tmp_path)) == [2] * WORLD
 
 
+def forget(rank: int, path: str) -> list[str]:
+    """Let rank 1 alone assign a client state, and not the second time."""
+    engine, found = begin("float32-float32-nvme", path, WORLD, 1), list[str]()
+    for step in range(2):
+        engine.backward(engine(*batch(step * WORLD + rank)))
+        engine.step()
+        if rank == 1 and step == 0:
+            engine.client_state = {"step": 1}
+        try:
+            engine.save_checkpoint(f"{path}/saved")
+        except RuntimeError as error:
+            found.append(str(error))
+    engine.close(restore=False)
+    return found
+
+
+def test_what_one_rank_has_not_assigned_is_told_to_all(tmp_path: Path) -> None:
+    for rank, found in enumerate(run(forget, WORLD, str(tmp_path))):
+        assert not isinstance(found, (Raised, Ended)), found
+        (text,) = found
+        assert "client_state: expected that of step 2 but it was assigned for step 1" in text
+        assert rank == 1 or text.startswith("rank 1: ")
+
+
 def overwrite(rank: int, path: str) -> Any:
     """Be killed before the third commit, as rank 1; else write over what the second one has, and commit that."""
     engine = begin("float32-float32-nvme", path, WORLD, 1)

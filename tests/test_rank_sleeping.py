@@ -13,6 +13,7 @@ from test_rank_checkpoint_errors import error_of, instead
 from test_stage_1 import batch, net, options
 from test_stage_1_errors import WORLD, backward, engine_of
 
+import offload.engine
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
 from offload.sleeping import Sleeping
@@ -121,6 +122,27 @@ def fail(rank: int, path: str, stage: int) -> dict[str, Any]:
     engine.close()
     found["back"] = {name: value.tolist() for name, value in engine.module.state_dict().items()} == values
     return found
+
+
+def close_asleep(rank: int, how: str) -> tuple[tuple[str, str], bool, bool]:
+    """Let rank 1 have no room for parameters, or none to wake; tell what close raises, and what is there then."""
+    engine = engine_of(stage=3)
+    backward(engine)
+    engine.step()
+    engine.sleep()
+    odd, device = rank == 1, engine._parts.budgets[Tier.DEVICE]
+    taken = device.free_bytes if odd and how == "taken" else 0
+    fits = (lambda real, *args: False) if odd and how == "small" else lambda real, *args: real(*args)
+    with instead(offload.engine, "may_restore", fits), device.claim("others", taken):
+        raised = error_of(engine.close)
+    return raised, "asleep" in repr(engine), "closed" in repr(engine)
+
+
+def test_ranks_that_are_closed_asleep_do_not_wait_for_one_that_cannot() -> None:
+    assert run(close_asleep, WORLD, "small") == [(("nothing", ""), False, True)] * WORLD
+    (first, *others) = [*(every := run(close_asleep, WORLD, "taken"))[1:2], every[0], every[2]]
+    assert first[0][0] == "BudgetError" and "asleep still" in first[0][1] and first[1:] == (True, False)
+    assert others == [(("nothing", ""), False, True)] * (WORLD - 1)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import training, watching
+from offload.module.changes import OutsideChanges
 from offload.planning.moved import Moved
 from offload.planning.timing import Span, Timing
 from offload.report import make_report
@@ -552,6 +553,17 @@ def test_a_forward_that_is_repeated_or_fails_is_counted_once() -> None:
         with torch.no_grad():
             engine.module.inner(x)
         assert compute_names(engine) == ["forward", *["forward", "backward"] * 3, "forward"]
+
+
+def test_a_forward_that_cannot_begin_hides_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    with offload.Engine(nn.Linear(8, 8), offload.SGD(lr=0.0), device="cpu", max_memory=memory) as engine:
+        early = engine.module(torch.ones(2, 8)).sum()
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(OutsideChanges, "adopt", lambda self: 1 / 0)
+            engine.module(torch.ones(2, 8))
+        early.backward()
+        assert compute_names(engine) == ["forward", "backward"]
 
 
 def test_looking_costs_a_share_of_the_time_however_short_steps_are(

@@ -56,7 +56,7 @@ class _FittedEngine(Engine):
             write: called with the folder, in the first process.
         """
         state = None if self._durable is None else self._durable.client_state
-        self._checkpoints.save(directory, tag=None, client_state=state, keep=1, beside=write)
+        self._checkpoints.save(directory, tag=None, client_state=lambda: state, keep=1, beside=write)
 
 
 class _Offloading(_Strategy):  # type: ignore[misc]

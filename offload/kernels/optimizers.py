@@ -27,7 +27,7 @@ def _weight(beta: float) -> float:
 
     It is 1 - beta, or -beta where that is smaller in size (-0.0 for 0).
     """
-    return 1.0 - beta if beta >= 0.5 else -beta
+    return 1.0 - beta if beta >= 0.5 else -float(beta)
 
 
 @optimizer

@@ -203,7 +203,12 @@ class Hooks:
         elif in_backward():
             self.deferral.around(self._repeat_forward, module)
         else:
-            self.deferral.around(self._forwards.begin, self._begin_forward, module)
+            try:
+                self.deferral.around(self._forwards.begin, self._begin_forward, module)
+            except BaseException:
+                if not self._forwards.under_way:
+                    self.times.forget_forward()
+                raise
 
     def _needs_nothing(self, module: nn.Module) -> bool:
         """Tell whether a forward around has done all that one of `module` needs, and nothing has changed since.

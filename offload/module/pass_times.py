@@ -46,7 +46,7 @@ class PassCalls:
 
     Attributes:
         begins: that one begins.
-        ends: that one has ended, and has not failed.
+        ends: that one is over. Of one that the engine has called and that has failed, nothing is told.
     """
 
     begins: Callable[[str], None]

@@ -463,7 +463,7 @@ class DeepSpeedEngine(Engine):
             raise ConfigError("exclude_frozen_parameters: expected False but got True; adapters: save_pretrained")
         state = save_run(self.lr_scheduler, self.global_samples, client_state or {})
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._checkpoints.save(save_dir, tag=name, client_state=state, keep=keep, latest=save_latest)
+        self._checkpoints.save(save_dir, tag=name, client_state=lambda: state, keep=keep, latest=save_latest)
         return True
 
     def load_checkpoint(  # type: ignore[override]
