@@ -28,6 +28,7 @@ from test_durable import FaultyDisk, PowerCut, PowerDisk
 from torch import nn
 
 import offload
+import offload.engine
 from offload.memory.arena import HostArena
 from offload.memory.budget import Tier
 from offload.planning.roles import Role
@@ -293,6 +294,27 @@ def test_a_step_without_its_client_state_is_not_committed_by_sleeping(tmp_path: 
     engine.close(restore=False)
     with durable(tmp_path) as again:
         assert (again.resumed.step, again.resumed.client_state) == (2, {"batch": 2})
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_client_state_that_comes_asleep_is_committed_by_closing(
+    assigned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the parameters have no room to be given back, too: that alone wakes nobody."""
+    monkeypatch.setattr(offload.engine, "may_restore", lambda *given: False)
+    engine = durable(tmp_path / "run")
+    for number in range(2):
+        engine.backward(engine(batch(number)).pow(2).mean())
+        engine.step()
+        if number == 0:
+            engine.client_state = {"batch": 1}
+    engine.sleep()
+    if assigned:
+        engine.client_state = {"batch": 2}
+    engine.close()
+    again = durable(tmp_path / "run")
+    assert again.resumed.step == position(again) == 1 + assigned
+    again.close(restore=False)
 
 
 def test_without_client_state_each_step_is_committed(tmp_path: Path) -> None:
