@@ -86,10 +86,10 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         yield run.engine
 
 
-def begin(engine: Engine, path: Path, **options: Any) -> PendingCheckpoint:
+def begin(engine: Engine, path: Path, *, client_state: Any = None, **options: Any) -> PendingCheckpoint:
     """Save in small files."""
-    every = {"tag": None, "client_state": None, "keep": None, "file_bytes": SMALL_FILES}
-    return engine._checkpoints.begin(path, **{**every, **options})
+    every = {"tag": None, "keep": None, "file_bytes": SMALL_FILES}
+    return engine._checkpoints.begin(path, client_state=lambda: client_state, **{**every, **options})
 
 
 def train(engine: Engine) -> None:

@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> tuple[Run, Path]:
     run.engine.save_checkpoint(tmp_path / "saved")
     run.train(range(1, 3))
     run.engine._checkpoints.save(
-        tmp_path / "saved", tag=None, client_state=run.client_state(), keep=None, file_bytes=20_000
+        tmp_path / "saved", tag=None, client_state=run.client_state, keep=None, file_bytes=20_000
     )
     return run, tmp_path / "saved"
 

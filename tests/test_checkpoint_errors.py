@@ -49,10 +49,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "saved"
 
 
-def save(engine: Engine, path: Path, **options: Any) -> Path:
+def save(engine: Engine, path: Path, *, client_state: Any = None, **options: Any) -> Path:
     """Save in small files."""
     return engine._checkpoints.save(
-        path, **{"tag": None, "client_state": None, "keep": None, "file_bytes": SMALL_FILES, **options}
+        path, client_state=lambda: client_state, **{"tag": None, "keep": None, "file_bytes": SMALL_FILES, **options}
     )
 
 

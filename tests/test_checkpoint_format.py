@@ -61,7 +61,7 @@ def test_the_reader_of_the_document(dtype: torch.dtype, file_bytes: int, tmp_pat
     with run.engine as engine:
         run.train(range(2))
         folder = engine._checkpoints.save(
-            tmp_path / "saved", tag=None, client_state={"t": torch.arange(3)}, keep=None, file_bytes=file_bytes
+            tmp_path / "saved", tag=None, client_state=lambda: {"t": torch.arange(3)}, keep=None, file_bytes=file_bytes
         )
         parameters, packed = engine.state_dict(), engine.optimizer.state_dict()
     files = list(folder.glob("tensors-*"))
