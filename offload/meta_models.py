@@ -117,7 +117,7 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
     if _is_known(model):
         shapes = dict(KNOWN[str(model).lower()])
         return transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
-    file = _file_of(model)
+    file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
     if not file.is_file():
         raise ConfigError(
             f"model {os.fspath(model)}: expected a folder with config.json, such a file, or the name of a known model"
@@ -131,11 +131,6 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
             f"model {os.fspath(model)}: expected a config that transformers can read but got: "
             f"{' '.join(str(error).split())}; correct the file"
         ) from error
-
-
-def _file_of(model: str | os.PathLike[str]) -> Path:
-    """Return the config that a file, or a folder with it, stands for; it need not be there."""
-    return Path(model) if Path(model).is_file() else Path(model) / "config.json"
 
 
 def _is_known(model: str | os.PathLike[str]) -> bool:

@@ -275,7 +275,8 @@ def _budgets(asked: Config, machine: Hardware | None, ranks: int) -> dict[Tier, 
     given = asked.budgets()
     if machine is None:
         free = free_bytes(tuple(map(_existing, asked.paths())))
-        return resolve_budgets(given, open_device(asked.device), free if free is None else free // ranks, ranks=ranks)
+        part = None if free is None else free // ranks
+        return resolve_budgets(given, open_device(asked.device), part, ranks=ranks)
     size = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes / ranks, Tier.NVME: 0}
     share = {Tier.DEVICE: DEVICE_HEADROOM, Tier.HOST: HOST_HEADROOM, Tier.NVME: 0}
     budgets = {}

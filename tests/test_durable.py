@@ -21,7 +21,7 @@ from conftest import PROFILE
 from hypothesis import given
 from hypothesis import strategies as st
 from test_aio import in_child
-from test_store import BLOCK, descriptors, get, is_interrupted, put
+from test_store import BLOCK, descriptors, fill_second, get, is_interrupted, put
 from test_store import engine as engine  # a fixture
 
 import swap.io.files
@@ -249,15 +249,10 @@ def test_a_power_cut_while_growing_leaves_a_committed_state(tmp_path: Path) -> N
 
 
 def test_a_run_that_cannot_be_created_leaves_no_room_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, calls, real = [tmp_path / "a", tmp_path / "b"], [], swap.io.files.preallocate
+    paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-
-    def preallocate_once(fd: int, length: int, first: int = 0) -> int:
-        calls.append(length)
-        return errno.ENOSPC if len(calls) == 2 else real(fd, length, first)
-
-    monkeypatch.setattr(swap.io.files, "preallocate", preallocate_once)
+    fill_second(monkeypatch)
     with pytest.raises(SwapFullError):
         open_store(paths)
     assert [os.stat(path / "swap.data").st_blocks for path in paths] == [0, 0]

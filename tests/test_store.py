@@ -724,21 +724,27 @@ def test_file_system_that_wants_room_for_all_that_is_reserved(
         SwapStore(tmp_path, 60 * BLOCK, mode=mode)
 
 
-@pytest.mark.parametrize("mode", Mode)
-def test_growing_without_room_on_one_path_keeps_none_of_another(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode
-) -> None:
-    paths, calls, real = [tmp_path / "a", tmp_path / "b"], [], swap.io.files.preallocate
-    for path in paths:
-        path.mkdir()
+def fill_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the drive have no room when a file is lengthened for the second time."""
+    calls, real = [], swap.io.files.preallocate
 
     def preallocate_once(fd: int, length: int, first: int = 0) -> int:
         calls.append(length)
         return errno.ENOSPC if len(calls) == 2 else real(fd, length, first)
 
+    monkeypatch.setattr(swap.io.files, "preallocate", preallocate_once)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_growing_without_room_on_one_path_keeps_none_of_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
     with SwapStore(paths, 40 * BLOCK, mode=mode, weights=[1, 1]) as store:
         put(store, "a", pattern(BLOCK))
-        monkeypatch.setattr(swap.io.files, "preallocate", preallocate_once)
+        fill_second(monkeypatch)
         with pytest.raises(SwapFullError):
             store.grow(80 * BLOCK)
         assert [os.fstat(file.fd).st_size for file in store._backing.files] == [20 * BLOCK] * 2
