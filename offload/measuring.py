@@ -31,7 +31,7 @@ from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
 from offload.memory.limits import free_host_bytes, total_host_bytes
-from offload.memory.machine import cpu_name
+from offload.memory.machine import cpu_name, queued_s
 from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.moved import update_bytes
 from offload.planning.plan import Plan
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _ENOUGH_S, _LEAST, _MOST = 0.03, 3, 7  # of one measurement: so long, and so often
 _IN_SUCCESSION = 20
+_QUEUED_SHARE = 0.05  # of a measurement, that its threads may wait for a processor that others have
+_DISTURBED_S = 0.2  # of one measurement, until it is taken as it is
 _CACHE_BYTES = 64 * MIB
 ROOM_SHARE = 1 / 2  # of what is free, for tensors of an operator that is measured
 _WIDE, _LAYERS = 2048, 4  # of the small model: 32 MiB of parameters, and 192 MiB of states
@@ -297,21 +299,27 @@ def _median_s(run: Callable[[], Any], device: Device) -> float:
 
     Caches of a processor are filled with something else in between, as by the other operators of a step.
     On another device a measurement is of several calls in succession, as the host does not wait for each in a step.
+    Calls whose threads have waited for a processor that others had do not count, unless all of them have: threads of
+    an operator wait for each other, and so a tenth of a millisecond takes five.
     """
     others = torch.ones(_CACHE_BYTES, dtype=torch.uint8) if device.addressable else None
     many = 1 if device.addressable else _IN_SUCCESSION
     run()
     device.synchronize()
-    seconds: list[float] = []
+    seconds, disturbed = list[float](), list[float]()
     while len(seconds) < _LEAST or (sum(seconds) < _ENOUGH_S and len(seconds) < _MOST):
         if others is not None:
             others.add_(1)
-        begin = time.perf_counter()
+        queued, begin = queued_s(), time.perf_counter()
         for _ in range(many):
             run()
         device.synchronize()
-        seconds.append((time.perf_counter() - begin) / many)
-    return statistics.median(seconds)
+        took = time.perf_counter() - begin
+        own = queued_s() - queued <= _QUEUED_SHARE * took
+        (seconds if own else disturbed).append(took / many)
+        if sum(disturbed) * many > _DISTURBED_S:
+            break
+    return statistics.median(seconds) if seconds else min(disturbed)
 
 
 def _product_rate(device: Device, dtype: torch.dtype) -> float:

@@ -21,6 +21,7 @@ from offload.measuring import Here, seconds_of
 from offload.memory import drives, limits
 from offload.memory.device import Device
 from offload.memory.devices import open_device
+from offload.memory.machine import queued_s
 from offload.planning.work import Blank, Call, work_of
 from offload.sizes import MIB
 from offload.spec import OptimizerSpec
@@ -105,6 +106,40 @@ def test_an_operator_that_a_device_has_no_memory_for_is_not_kept_as_one_that_doe
         found = here.timed(work, offload.Hardware.load("desktop"))
     assert found.too_large and not found.unmeasured and not here.operators
     assert not here.timed(work, offload.Hardware.load("desktop")).too_large and here.operators
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([(5, 5), (0.1, 0), (5, 4), (0.3, 0), (0.2, 0.001), (9, 9)], 0.2),  # those that have not queued
+        ([(5, 5)] * 9 + [(4, 3)] * 50 + [(0.1, 0)], 4),  # all have, until it was enough
+    ],
+)
+def test_a_call_that_waits_for_a_processor_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, float]], expected: float
+) -> None:
+    """Milliseconds of each call, and those that its threads have queued."""
+    clock, queued, left = [0.0], [0.0], iter([(7.0, 0.0), *calls])  # the first one is none that counts
+
+    def call() -> None:
+        took, waited = next(left)
+        clock[0] += took / 1e3
+        queued[0] += waited / 1e3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "queued_s", lambda: queued[0])
+        patch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        patch.setattr(measuring, "_MOST", 3)
+        assert measuring._median_s(call, open_device("cpu")) == pytest.approx(expected / 1e3)
+
+
+def test_threads_that_end_and_kernels_that_do_not_tell_have_not_queued(tmp_path: Path) -> None:
+    for number, content in enumerate(("1000 2000000 7", "1 500000000 9", "", "0")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "schedstat").write_text(content)
+    (tmp_path / "ended").mkdir()
+    assert queued_s(tmp_path) == pytest.approx(0.502) and queued_s(tmp_path / "none") == 0
+    assert queued_s() >= 0
 
 
 def test_twice_the_operators_take_twice_the_seconds() -> None:

@@ -19,30 +19,29 @@ struct GradientTerms {
 // A running mean, s = beta * s + (1 - beta) * x. Its constant is 1 - beta; or -beta, -0 for 0, where beta <
 // 0.5: there s + (1 - beta) * (x - s) would lose an x that is much smaller than s.
 struct Mean {
-    Vec::F keep, take, above;
+    Vec::F beta, rest;
     bool forgets;
-    explicit Mean(float c) : keep(Vec::set(-c)), forgets(__builtin_bit_cast(std::uint32_t, c) >> 31 != 0) {
-        take = Vec::set(forgets ? 1.0f + c : c);
-        above = Vec::set(forgets ? 1.0f + c : c * (1.0f + 0x1p-16f));
+    explicit Mean(float c) : beta(Vec::set(-c)), forgets(__builtin_bit_cast(std::uint32_t, c) >> 31 != 0) {
+        rest = Vec::set(forgets ? 1.0f + c : c);
     }
     Vec::F next(Vec::F s, Vec::F x) const {
-        return forgets ? Vec::fma(keep, s, Vec::mulf(take, x)) : Vec::fma(take, Vec::subf(x, s), s);
+        return forgets ? Vec::fma(beta, s, Vec::mulf(rest, x)) : Vec::fma(rest, Vec::subf(x, s), s);
     }
-    // Of the square of x, which is none from |x| = 2^64 on. There (1 - beta) * x comes first, as in torch.
-    // What that gives is a little too large, so that it is the smaller one only where the other is infinite.
-    Vec::F next_square(Vec::F s, Vec::F x) const {
-        const Vec::F part = Vec::mulf(above, x);
-        if (forgets) {
-            return Vec::fma(part, x, Vec::mulf(keep, s));
-        }
-        return Vec::minf(Vec::fma(take, Vec::fms(x, x, s), s), Vec::fma(part, x, s));
-    }
+};
+
+// A running mean of squares. Its constant is beta; 1 - beta is exact, or beta < 0.5. From |x| = 2^64 on, x *
+// x is no number: so (1 - beta) * x comes first, as in torch.
+struct MeanSquare {
+    Vec::F beta, rest;
+    explicit MeanSquare(float b) : beta(Vec::set(b)), rest(Vec::set(1.0f - b)) {}
+    Vec::F next(Vec::F s, Vec::F x) const { return Vec::fma(Vec::mulf(rest, x), x, Vec::mulf(beta, s)); }
 };
 
 struct Adam : GradientTerms {
     static constexpr int kStates = 2;
     Vec::F decay;
-    Mean first, second;
+    Mean first;
+    MeanSquare second;
     Vec::F eps, neg_step, inv_sqrt_bc2;
     explicit Adam(const float* c)
         : GradientTerms(c),
@@ -54,7 +53,7 @@ struct Adam : GradientTerms {
           inv_sqrt_bc2(Vec::set(c[7])) {}
     Vec::F update(Vec::F p, Vec::F g, Vec::F (&s)[kStates]) const {
         s[0] = first.next(s[0], g);
-        s[1] = second.next_square(s[1], g);
+        s[1] = second.next(s[1], g);
         const Vec::F denominator = Vec::fma(Vec::sqrtf(s[1]), inv_sqrt_bc2, eps);
         return Vec::fma(neg_step, Vec::divf(s[0], denominator), Vec::mulf(p, decay));
     }
@@ -111,7 +110,8 @@ struct Adagrad : GradientTerms {
 // Adam's direction, whose length the norms of the parameter and of itself decide: see lamb.h.
 struct Lamb : GradientTerms {
     Vec::F decay;
-    Mean first, second;
+    Mean first;
+    MeanSquare second;
     Vec::F eps, inv_bc1, inv_sqrt_bc2;
     explicit Lamb(const float* c)
         : GradientTerms(c),
@@ -123,7 +123,7 @@ struct Lamb : GradientTerms {
           inv_sqrt_bc2(Vec::set(c[7])) {}
     void moments(Vec::F g, Vec::F& m, Vec::F& v) const {
         m = first.next(m, g);
-        v = second.next_square(v, g);
+        v = second.next(v, g);
     }
     Vec::F direction(Vec::F p, Vec::F m, Vec::F v) const {
         const Vec::F denominator = Vec::fma(Vec::sqrtf(v), inv_sqrt_bc2, eps);

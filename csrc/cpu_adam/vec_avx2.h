@@ -95,8 +95,6 @@ struct Vec {
     static F divf(F a, F b) { return _mm256_div_ps(a, b); }
     static F sqrtf(F a) { return _mm256_sqrt_ps(a); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-    static F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
-    static F minf(F a, F b) { return _mm256_min_ps(a, b); }  // b where one is NaN
     static F canonical_nan(F x) {
         return _mm256_blendv_ps(x, real(setu(0x7fc00000u)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     }

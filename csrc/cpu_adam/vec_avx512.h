@@ -88,8 +88,6 @@ struct Vec {
     static F divf(F a, F b) { return _mm512_div_ps(a, b); }
     static F sqrtf(F a) { return _mm512_sqrt_ps(a); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-    static F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
-    static F minf(F a, F b) { return _mm512_min_ps(a, b); }  // b where one is NaN
     static F canonical_nan(F x) {
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), real(setu(0x7fc00000u)));
     }

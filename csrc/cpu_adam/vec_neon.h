@@ -86,8 +86,6 @@ struct Vec {
     static F divf(F a, F b) { return vdivq_f32(a, b); }
     static F sqrtf(F a) { return vsqrtq_f32(a); }
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
-    static F fms(F a, F b, F c) { return vfmaq_f32(vnegq_f32(c), a, b); }
-    static F minf(F a, F b) { return vbslq_f32(vcltq_f32(a, b), a, b); }  // b where one is NaN
     static F canonical_nan(F x) { return vbslq_f32(vceqq_f32(x, x), x, real(setu(0x7fc00000u))); }
     static F canonical_result(F x) { return canonical_nan(x); }  // of x without subnormals
     static F sign(F x) {                                         // -1, 0 or 1; a NaN stays one

@@ -73,8 +73,6 @@ struct Vec {
     static F divf(F a, F b) { return a / b; }
     static F sqrtf(F a) { return std::sqrt(a); }
     static F fma(F a, F b, F c) { return std::fma(a, b, c); }
-    static F fms(F a, F b, F c) { return std::fma(a, b, -c); }
-    static F minf(F a, F b) { return a < b ? a : b; }  // b where one is NaN
     static F canonical_nan(F x) { return x != x ? real(0x7fc00000u) : x; }
     static F canonical_result(F x) { return canonical_nan(x); }  // of x without subnormals
     static F sign(F x) {                                         // -1, 0 or 1; a NaN stays one

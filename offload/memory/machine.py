@@ -46,6 +46,15 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def queued_s(tasks: Path = Path("/proc/self/task")) -> float:
+    """Return the seconds that threads of this process have waited for a processor that others had; 0 if not told."""
+    nanoseconds = 0
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        words = (read_text(task / "schedstat") or "").split()  # on a processor, waiting for one, how often
+        nanoseconds += int(words[1]) if len(words) > 1 else 0
+    return nanoseconds / 1e9
+
+
 def version_of(package: str) -> str | None:
     """Return the installed version of a package, without importing it."""
     with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
