@@ -34,11 +34,6 @@ def split(states: StateKind) -> str:
     return f"split, {states.value} states"
 
 
-def deferred(of: str) -> str:
-    """Name commit-and-emit instead of a plain step."""
-    return f"commit and emit: {of}"
-
-
 @dataclass(frozen=True, slots=True)
 class Contender:
     """One thing to time."""
@@ -65,7 +60,7 @@ class Memory:
         torch.manual_seed(0)
         self.numel = numel
         self.master, self.exp_avg, self.exp_avg_sq, self.grad32 = (allocate(numel, torch.float32) for _ in range(4))
-        self.grad, self.pending, self.param, self.emitted = (allocate(numel, torch.bfloat16) for _ in range(4))
+        self.grad, self.param, self.emitted = (allocate(numel, torch.bfloat16) for _ in range(3))
         self.remainder = allocate(numel, torch.int16)
         self.states = {
             StateKind.FLOAT32: (self.exp_avg, self.exp_avg_sq),
@@ -75,7 +70,6 @@ class Memory:
         self.units = allocate(StateKind.INT8.units_bytes(numel), torch.uint8)
         self.master.normal_(std=0.02)
         self.grad32.normal_(std=1e-2)
-        self.pending.copy_(self.grad32)
         self.usual_moments()
         cpu_adam.split_master(self.master.data_ptr(), self.param.data_ptr(), self.remainder.data_ptr(), numel)
         for kind in (StateKind.BFLOAT16, StateKind.INT8):
@@ -106,11 +100,10 @@ class Memory:
         self.grad32.normal_(std=1e-2)
         self.usual_moments()
 
-    def arrays(self, kind: MasterKind, states: StateKind = StateKind.FLOAT32, *, emit: bool = False) -> StepArrays:
-        """Describe a step on bf16 gradients; `emit`: the split master's parameter goes to an array of its own."""
+    def arrays(self, kind: MasterKind, states: StateKind = StateKind.FLOAT32) -> StepArrays:
+        """Describe a step on bf16 gradients, which emits beside an fp32 master."""
         is_split = kind is MasterKind.SPLIT
         first, second = self.states[states]
-        emits = emit or not is_split
         return StepArrays(
             numel=self.numel,
             grad=self.grad.data_ptr(),
@@ -121,8 +114,8 @@ class Memory:
             states=(first.data_ptr(), second.data_ptr()),
             state_kind=states,
             units=self.units.data_ptr() if states is StateKind.INT8 else 0,
-            emit=self.emitted.data_ptr() if emits else 0,
-            emit_dtype=Dtype.BFLOAT16 if emits else None,
+            emit=0 if is_split else self.emitted.data_ptr(),
+            emit_dtype=None if is_split else Dtype.BFLOAT16,
         )
 
 
@@ -165,9 +158,6 @@ def contenders(memory: Memory) -> Iterator[Contender]:
             (MasterKind.SPLIT, split(states), 10 + size),
         ):
             yield Contender(name, step_bytes, _step(memory.arrays(kind, states), HYPER))
-            emits = 2 if kind is MasterKind.FLOAT32 else 4  # the pending gradient, and what a split step has in place
-            arrays = memory.arrays(kind, states, emit=True)
-            yield Contender(deferred(name), step_bytes + emits, _commit_and_emit(arrays, memory.pending.data_ptr()))
 
     def sequence(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         def run() -> None:
@@ -220,7 +210,3 @@ def _others(arrays: StepArrays) -> Iterator[Contender]:
 
 def _step(arrays: StepArrays, hyper: Hyper) -> Callable[[], None]:
     return lambda: cpu_adam.step(arrays, hyper)
-
-
-def _commit_and_emit(arrays: StepArrays, pending: int) -> Callable[[], None]:
-    return lambda: cpu_adam.emit(arrays, HYPER, pending=pending, pending_hyper=HYPER)

@@ -36,7 +36,6 @@ from _cpu_adam_contenders import (
     Memory,
     base,
     contenders,
-    deferred,
     split,
 )
 
@@ -122,8 +121,6 @@ def figures_of(table: list[Measured], seconds: Seconds) -> list[Figure]:
         (plain, sequence, 2.5),
         (halved, sequence, 3.5),
         (SUBNORMAL + plain, plain, 0.95),
-        (deferred(plain), plain, 1 / 1.15),
-        (deferred(split(StateKind.FLOAT32)), split(StateKind.FLOAT32), 1 / 1.15),
         (ACCUMULATE, ADD, 5.0),
         (FULL, DEEPSPEED, 1.08),
         (plain, DEEPSPEED, 1.15),

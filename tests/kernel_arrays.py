@@ -187,13 +187,10 @@ class Shard:
         arrays = (self.grad, self.master, self.exp_avg, self.exp_avg_sq, self.param)
         return Shard(self.variant, *(placed(a, o) for a, o in zip(arrays, offsets, strict=True)), self.units.copy())
 
-    def arrays(self, begin: int = 0, end: int | None = None, *, out: Bits | None = None) -> StepArrays:
-        """Describe a part; `out` is where :func:`cpu_adam.emit` writes the parameter."""
+    def arrays(self, begin: int = 0, end: int | None = None) -> StepArrays:
+        """Describe a part."""
         part = slice(begin, end)
         split = self.variant.kind is MasterKind.SPLIT
-        emit, emit_dtype = (address(self.param[part]), self.variant.emit) if self.variant.emit else (0, None)
-        if out is not None:
-            emit, emit_dtype = address(out[part]), self.emit_dtype
         blocks = self.variant.states is StateKind.INT8
         return StepArrays(
             numel=len(self.grad[part]),
@@ -205,16 +202,11 @@ class Shard:
             states=(address(self.exp_avg[part]), address(self.exp_avg_sq[part])),
             state_kind=self.variant.states,
             units=address(self.units[begin // 128 * 2 :]) if blocks else 0,
-            emit=emit,
-            emit_dtype=emit_dtype,
+            emit=address(self.param[part]) if self.variant.emit else 0,
+            emit_dtype=self.variant.emit,
             seed=5,
             offset=OFFSET + begin,
         )
-
-    @property
-    def emit_dtype(self) -> Dtype:
-        """In which dtype :func:`cpu_adam.emit` writes the parameter."""
-        return self.variant.emit or (Dtype.BFLOAT16 if self.variant.kind is MasterKind.SPLIT else Dtype.FLOAT32)
 
     def step(self, hyper: Hyper, begin: int = 0, end: int | None = None) -> Shard:
         cpu_adam.step(self.arrays(begin, end), self.variant.of_its_kind(hyper))

@@ -339,7 +339,6 @@ ARRAYS = StepArrays(
 def test_bad_states_are_refused(change: dict[str, Any], message: str) -> None:
     for call in (
         lambda arrays: cpu_adam.step(arrays, HYPER),
-        lambda arrays: cpu_adam.emit(replace(arrays, emit=0x60000, emit_dtype=Dtype.FLOAT32), HYPER),
         lambda arrays: cpu_adam.load_states(
             arrays.state_kind,
             values=(0x70000, 0x80000),

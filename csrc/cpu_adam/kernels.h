@@ -41,12 +41,10 @@ struct BlockUnits {
 
 // What a step writes.
 enum class Mode : int {
-    kStep = 0,           // master and states, and the 16-bit parameter for kEmit*
-    kEmit = 1,           // the parameter alone, as a step would leave it; master and states are only read
-    kCommitAndEmit = 2,  // a step with the pending gradient, then kEmit with the current one
-    kApart = 3,          // kStep, but what is new goes to arrays of its own: the old content stays
+    kStep = 0,   // master and states, and the 16-bit parameter for kEmit*
+    kApart = 1,  // kStep, but what is new goes to arrays of its own: the old content stays
 };
-inline constexpr int kModes = 4;
+inline constexpr int kModes = 2;
 
 inline constexpr int kStates = 2;
 inline constexpr int kConstants = 8;
@@ -72,7 +70,7 @@ inline constexpr int kConstants = 8;
 //   LAMB: grad_scale, l2, decay, one_minus_beta1, beta2, eps, inv_bc1, inv_sqrt_bc2
 //     m, v as for kAdam
 //     u  = m * inv_bc1 / (sqrt(v) * inv_sqrt_bc2 + eps) + decay * p
-//     p += neg_step * u, with neg_step in pending_constants[0]
+//     p += neg_step * u
 // where g is that of kAdam.
 enum class Rule : int { kAdam = 0, kSgd = 1, kMomentum = 2, kLion = 3, kAdagrad = 4 };
 inline constexpr int kRules = 5;
@@ -87,18 +85,17 @@ struct Target {
 
 struct StepArgs {
     const void* grad;       // (numel,) grad dtype
-    const void* pending;    // (numel,) grad dtype, kCommitAndEmit only
     std::uint16_t* param;   // (numel,) bfloat16 bits, kSplit only
     void* master;           // (numel,) float32, or int16 for kSplit
     void* states[kStates];  // (numel,) float32, bfloat16 bits or uint8
     BlockUnits* units;      // (ceil(numel / kStateBlock),) kInt8 only; element 0 starts a block
-    void* emit;     // (numel,) bfloat16 or float16 bits, or float32: kEmit and kCommitAndEmit with kFloat32
-    Target target;  // kApart only
-    std::uint64_t seed;    // of the random numbers, not kFloat32
-    std::uint64_t step;    // number of the step whose states are written, for the random numbers
-    std::uint64_t offset;  // global index of element 0, for the random numbers
+    void* emit;             // (numel,) bfloat16 or float16 bits, kEmit* only
+    Target target;          // kApart only
+    std::uint64_t seed;     // of the random numbers, not kFloat32
+    std::uint64_t step;     // number of the step whose states are written, for the random numbers
+    std::uint64_t offset;   // global index of element 0, for the random numbers
     float constants[kConstants];
-    float pending_constants[kConstants];  // kCommitAndEmit only
+    float neg_step;  // LAMB's second pass only
 };
 
 // Two optimizer states and what they are in float32.
@@ -138,8 +135,8 @@ using StreamKernel = void (*)(float* a, float* b, float* c, float* d, float fact
 struct Kernels {
     // For kInt8 begin is a multiple of kStateBlock, and a range that ends inside a block ends the block.
     StepKernel adam[kStateKinds][kModes][kDtypes][kMasters];
-    StepKernel other[kRules][2][kDtypes][kMasters];  // rules but kAdam: float32 states, kStep and kApart
-    LambKernel lamb_moments[kDtypes][kMasters];      // begin is a multiple of kSumBlock
+    StepKernel other[kRules][kModes][kDtypes][kMasters];  // rules but kAdam: float32 states
+    LambKernel lamb_moments[kDtypes][kMasters];           // begin is a multiple of kSumBlock
     StepKernel lamb_apply[kMasters];
     StateKernel save_states[kStateKinds];   // float32 to states; ranges as for adam
     StateKernel load_states[kStateKinds];   // states to float32

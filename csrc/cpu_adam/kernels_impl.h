@@ -28,29 +28,20 @@ constexpr void fill_step(StepKernel (&row)[kMasters]) {
     row[static_cast<int>(Master::kEmitFloat16)] = step_range<Rule, States, kMode, G, Master::kEmitFloat16>;
 }
 
-template <typename States, Dtype G>
-constexpr void fill_modes(Kernels& k) {
+template <typename R, typename States, Dtype G>
+constexpr void fill_modes(StepKernel (&modes)[kModes][kDtypes][kMasters]) {
     constexpr int g = static_cast<int>(G);
-    auto& modes = k.adam[static_cast<int>(States::kKind)];
-    fill_step<Adam, States, Mode::kStep, G>(modes[static_cast<int>(Mode::kStep)][g]);
-    fill_step<Adam, States, Mode::kEmit, G>(modes[static_cast<int>(Mode::kEmit)][g]);
-    fill_step<Adam, States, Mode::kCommitAndEmit, G>(modes[static_cast<int>(Mode::kCommitAndEmit)][g]);
-    fill_step<Adam, States, Mode::kApart, G>(modes[static_cast<int>(Mode::kApart)][g]);
-}
-
-template <typename R, Dtype G>
-constexpr void fill_rule(StepKernel (&modes)[2][kDtypes][kMasters]) {
-    fill_step<R, Float32States, Mode::kStep, G>(modes[0][static_cast<int>(G)]);
-    fill_step<R, Float32States, Mode::kApart, G>(modes[1][static_cast<int>(G)]);
+    fill_step<R, States, Mode::kStep, G>(modes[static_cast<int>(Mode::kStep)][g]);
+    fill_step<R, States, Mode::kApart, G>(modes[static_cast<int>(Mode::kApart)][g]);
 }
 
 template <Dtype G>
 constexpr void fill_other(Kernels& k) {
     constexpr int g = static_cast<int>(G);
-    fill_rule<Sgd, G>(k.other[static_cast<int>(Rule::kSgd)]);
-    fill_rule<Momentum, G>(k.other[static_cast<int>(Rule::kMomentum)]);
-    fill_rule<Lion, G>(k.other[static_cast<int>(Rule::kLion)]);
-    fill_rule<Adagrad, G>(k.other[static_cast<int>(Rule::kAdagrad)]);
+    fill_modes<Sgd, Float32States, G>(k.other[static_cast<int>(Rule::kSgd)]);
+    fill_modes<Momentum, Float32States, G>(k.other[static_cast<int>(Rule::kMomentum)]);
+    fill_modes<Lion, Float32States, G>(k.other[static_cast<int>(Rule::kLion)]);
+    fill_modes<Adagrad, Float32States, G>(k.other[static_cast<int>(Rule::kAdagrad)]);
     k.lamb_moments[g][static_cast<int>(Master::kSplit)] = lamb_moments_range<G, Master::kSplit>;
     constexpr Master kFull[] = {Master::kFloat32, Master::kEmitBfloat16, Master::kEmitFloat16};
     for (const Master m : kFull) {
@@ -67,9 +58,9 @@ constexpr void fill_states(Kernels& k) {
 template <Dtype G>
 constexpr void fill_dtype(Kernels& k) {
     constexpr int g = static_cast<int>(G);
-    fill_modes<Float32States, G>(k);
-    fill_modes<Bfloat16States, G>(k);
-    fill_modes<Int8States, G>(k);
+    fill_modes<Adam, Float32States, G>(k.adam[static_cast<int>(StateKind::kFloat32)]);
+    fill_modes<Adam, Bfloat16States, G>(k.adam[static_cast<int>(StateKind::kBfloat16)]);
+    fill_modes<Adam, Int8States, G>(k.adam[static_cast<int>(StateKind::kInt8)]);
     fill_other<G>(k);
     k.sum_of_squares[g] = sum_range<G>;
     k.accumulate[g] = accumulate_range<G, Dtype::kFloat32>;

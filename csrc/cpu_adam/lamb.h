@@ -43,19 +43,18 @@ LambSums lamb_moments_range(const StepArgs& args, std::size_t begin, std::size_t
     return total;
 }
 
-// Moves the parameter along the direction, of which pending_constants[0] is the factor.
+// Moves the parameter along the direction, of which neg_step is the factor.
 template <Master M>
 void lamb_apply_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     using Emission = Storage<kEmitDtype<M>>;
-    constexpr bool kEmission = kEmits<M, Mode::kStep>;
     const Lamb rule(args.constants);
-    const Vec::F neg_step = Vec::set(args.pending_constants[0]);
+    const Vec::F neg_step = Vec::set(args.neg_step);
     std::conditional_t<kSplits<M>, InOut<std::uint16_t>, Absent<std::uint16_t>> param;
-    std::conditional_t<kEmission, Output<Emission>, Absent<Emission>> emit;
+    std::conditional_t<kEmits<M>, Output<Emission>, Absent<Emission>> emit;
     if constexpr (kSplits<M>) {
         param.base = args.param;
     }
-    if constexpr (kEmission) {
+    if constexpr (kEmits<M>) {
         emit.base = static_cast<Emission*>(args.emit);
     }
     for_groups<kGroup>(
@@ -71,10 +70,7 @@ void lamb_apply_range(const StepArgs& args, std::size_t begin, std::size_t end) 
                         rule.direction(p[j], Vec::load(exp_avg + at), Vec::load(exp_avg_sq + at));
                     updated[j] = Vec::canonical_nan(Vec::fma(neg_step, u, p[j]));
                 }
-                store_master<Write::kStates, M>(advance<kSplits<M>>(h, k), w + k, nullptr, updated);
-                if constexpr (kEmission) {
-                    store_as<kEmitDtype<M>, Rounding::kHalfUp>(out + k, updated);
-                }
+                store_master<M, false>(advance<kSplits<M>>(h, k), w + k, advance<kEmits<M>>(out, k), updated);
             }
         },
         param, InOut<MasterStorage<M>>{static_cast<MasterStorage<M>*>(args.master)},

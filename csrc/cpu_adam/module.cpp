@@ -56,11 +56,12 @@ void for_chunks(std::size_t numel, Subnormals subnormals, Body&& body) {
 using Constants = std::array<double, kConstants>;
 using Targets = std::array<Address, 5>;  // parameter, master, two states, units; zeros but for Mode::kApart
 
-void set_constants(float (&to)[kConstants], const Constants& from) {
+void set_constants(StepArgs& args, const Constants& constants, double neg_step = 0.0) {
     const FloatEnv env(Subnormals::kKeep);  // the rounding of the constants is the environment's too
     for (int k = 0; k < kConstants; ++k) {
-        to[k] = static_cast<float>(from[k]);
+        args.constants[k] = static_cast<float>(constants[k]);
     }
+    args.neg_step = static_cast<float>(neg_step);
 }
 
 StepKernel step_kernel(int rule, int state_kind, int mode, int grad_dtype, int master_kind) {
@@ -74,19 +75,16 @@ StepKernel step_kernel(int rule, int state_kind, int mode, int grad_dtype, int m
         return kernels.adam[s][m][g][w];
     }
     checked(state_kind, 1, "state_kind of a rule other than Adam");
-    const bool apart = m == static_cast<int>(Mode::kApart);
-    checked(apart ? 0 : mode, 1, "mode of a rule other than Adam");
-    return kernels.other[r][apart][g][w];
+    return kernels.other[r][m][g][w];
 }
 
-void step(int rule, int state_kind, int mode, std::size_t numel, Address grad, int grad_dtype,
-          Address pending, Address param, Address master, int master_kind, Address state0, Address state1,
-          Address units, Address emit, const Constants& constants, const Constants& pending_constants,
-          std::uint64_t seed, std::uint64_t number, std::uint64_t offset, const Targets& targets) {
+void step(int rule, int state_kind, int mode, std::size_t numel, Address grad, int grad_dtype, Address param,
+          Address master, int master_kind, Address state0, Address state1, Address units, Address emit,
+          const Constants& constants, std::uint64_t seed, std::uint64_t number, std::uint64_t offset,
+          const Targets& targets) {
     const StepKernel kernel = step_kernel(rule, state_kind, mode, grad_dtype, master_kind);
     StepArgs args{};
     args.grad = at<const void>(grad);
-    args.pending = at<const void>(pending);
     args.param = at<std::uint16_t>(param);
     args.master = at<void>(master);
     args.states[0] = at<void>(state0);
@@ -100,8 +98,7 @@ void step(int rule, int state_kind, int mode, std::size_t numel, Address grad, i
     args.seed = seed;
     args.step = number;
     args.offset = offset;
-    set_constants(args.constants, constants);
-    set_constants(args.pending_constants, pending_constants);
+    set_constants(args, constants);
     for_chunks(numel, Subnormals::kFlush,
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
@@ -165,7 +162,7 @@ std::tuple<double, double> lamb_moments(std::size_t numel, Address grad, int gra
     args.master = at<void>(master);
     args.states[0] = at<void>(exp_avg);
     args.states[1] = at<void>(exp_avg_sq);
-    set_constants(args.constants, constants);
+    set_constants(args, constants);
     const LambSums total = reduce_chunks(
         numel, LambSums{param_squares, direction_squares},
         [&](std::size_t begin, std::size_t end) {
@@ -186,8 +183,7 @@ void lamb_apply(std::size_t numel, Address param, Address master, int master_kin
     args.states[0] = at<void>(exp_avg);
     args.states[1] = at<void>(exp_avg_sq);
     args.emit = at<void>(emit);
-    set_constants(args.constants, constants);
-    set_constants(args.pending_constants, {neg_step});
+    set_constants(args, constants, neg_step);
     for_chunks(numel, Subnormals::kFlush,
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
@@ -338,10 +334,10 @@ PYBIND11_MODULE(_cpu_adam, m) {
     m.doc() =
         "CPU optimizer kernels on raw addresses; use offload.kernels.cpu_adam, which checks its arguments.";
     m.def("step", &step, py::kw_only(), py::arg("rule"), py::arg("state_kind"), py::arg("mode"),
-          py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"), py::arg("pending"), py::arg("param"),
-          py::arg("master"), py::arg("master_kind"), py::arg("state0"), py::arg("state1"), py::arg("units"),
-          py::arg("emit"), py::arg("constants"), py::arg("pending_constants"), py::arg("seed"),
-          py::arg("number"), py::arg("offset"), py::arg("targets") = Targets{}, Release());
+          py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"), py::arg("param"), py::arg("master"),
+          py::arg("master_kind"), py::arg("state0"), py::arg("state1"), py::arg("units"), py::arg("emit"),
+          py::arg("constants"), py::arg("seed"), py::arg("number"), py::arg("offset"),
+          py::arg("targets") = Targets{}, Release());
     m.def("lamb_moments", &lamb_moments, py::kw_only(), py::arg("numel"), py::arg("grad"),
           py::arg("grad_dtype"), py::arg("param"), py::arg("master"), py::arg("master_kind"),
           py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("constants"), py::arg("param_squares"),

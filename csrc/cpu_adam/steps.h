@@ -5,18 +5,11 @@ template <Master M>
 constexpr bool kSplits = M == Master::kSplit;
 template <Master M>
 using MasterStorage = std::conditional_t<kSplits<M>, std::int16_t, float>;
-// The format in which a mode other than kStep writes the parameter.
+// Whether a parameter is written beside the master, and in which format.
 template <Master M>
-constexpr Dtype kEmitDtype = M == Master::kFloat32       ? Dtype::kFloat32
-                             : M == Master::kEmitFloat16 ? Dtype::kFloat16
-                                                         : Dtype::kBfloat16;
-// Whether a mode writes a parameter beside the master.
-template <Master M, Mode kMode>
-constexpr bool kEmits = kMode == Mode::kEmit || kMode == Mode::kCommitAndEmit || M == Master::kEmitBfloat16 ||
-                        M == Master::kEmitFloat16;
-
-// What one pass over a group does with its results.
-enum class Write { kStates, kEmission, kBoth };
+constexpr bool kEmits = M == Master::kEmitBfloat16 || M == Master::kEmitFloat16;
+template <Master M>
+constexpr Dtype kEmitDtype = M == Master::kEmitFloat16 ? Dtype::kFloat16 : Dtype::kBfloat16;
 
 template <Master M>
 inline void load_master(const std::uint16_t* param, const MasterStorage<M>* master, Vec::F (&x)[2]) {
@@ -27,18 +20,17 @@ inline void load_master(const std::uint16_t* param, const MasterStorage<M>* mast
     }
 }
 
-template <Write W, Master M>
+// kStream: as for store_as, of what is emitted.
+template <Master M, bool kStream = true>
 inline void store_master(std::uint16_t* param, MasterStorage<M>* master, Storage<kEmitDtype<M>>* emit,
                          const Vec::F (&updated)[2]) {
     const Vec::F p[2] = {Vec::canonical_result(updated[0]), Vec::canonical_result(updated[1])};
-    if constexpr (W == Write::kEmission) {
-        store_as<kEmitDtype<M>, Rounding::kHalfUp, true>(emit, p);
-    } else if constexpr (kSplits<M>) {
+    if constexpr (kSplits<M>) {
         store_split(param, master, p);
     } else {
         store_as<Dtype::kFloat32, Rounding::kHalfUp>(master, p);
-        if constexpr (W == Write::kBoth) {
-            store_as<kEmitDtype<M>, Rounding::kHalfUp, true>(emit, p);
+        if constexpr (kEmits<M>) {
+            store_as<kEmitDtype<M>, Rounding::kHalfUp, kStream>(emit, p);
         }
     }
 }
@@ -50,7 +42,6 @@ struct Elementwise {
     using State = typename States::Storage;
     static constexpr int kStates = Rule::kStates;
 
-    template <Write W>
     static void run(const Rule& rule, const Random& random, std::uint64_t place,
                     const Storage<G>* __restrict grad, std::uint16_t* __restrict param,
                     MasterStorage<M>* __restrict master, State* __restrict first, State* __restrict second,
@@ -82,19 +73,18 @@ struct Elementwise {
                 if constexpr (kStates > 1) {
                     v[j] = Vec::canonical_result(s[1]);
                 }
-                if constexpr (W != Write::kEmission && States::kKind != StateKind::kFloat32) {
+                if constexpr (States::kKind != StateKind::kFloat32) {
                     bits[j] = random.bits(places);
                     places = Random::next(places);
                 }
             }
-            if constexpr (W != Write::kEmission && kStates > 0) {
+            if constexpr (kStates > 0) {
                 States::template store<0>(first + k, m, bits);
                 if constexpr (kStates > 1) {
                     States::template store<1>(second + k, v, bits);
                 }
             }
-            store_master<W, M>(advance<kSplits<M>>(param, k), master + k,
-                               advance<W != Write::kStates>(emit, k), p);
+            store_master<M>(advance<kSplits<M>>(param, k), master + k, advance<kEmits<M>>(emit, k), p);
         }
     }
 };
@@ -107,7 +97,6 @@ struct Blockwise {
     static constexpr std::size_t kSize = kStateBlock;
     static_assert(Rule::kStates == 2);
 
-    template <Write W>
     static void run(const Rule& rule, const Random& random, std::uint64_t place,
                     const Storage<G>* __restrict grad, std::uint16_t* __restrict param,
                     MasterStorage<M>* __restrict master, std::uint8_t* __restrict first,
@@ -127,29 +116,25 @@ struct Blockwise {
                 const std::size_t at = k + j * Vec::kWidth;
                 Vec::F s[2] = {from_m.load(at), from_v.load(second + at)};
                 p[j] = rule.update(p[j], rule.gradient(raw[j], p[j]), s);
-                if constexpr (W != Write::kEmission) {
-                    const Vec::U magnitude = Int8States::magnitude(s[0]);
-                    largest_m = Vec::max(largest_m, magnitude);
-                    largest_v = Vec::max(largest_v, Vec::bits(s[1]));
-                    Vec::store(block.m + at, s[0]);
-                    Vec::store(block.magnitude + at, Vec::real(magnitude));
-                    Vec::store(block.v + at, s[1]);
-                    Vec::store(block.random + at, Vec::real(random.bits_of(key, at)));
-                }
+                const Vec::U magnitude = Int8States::magnitude(s[0]);
+                largest_m = Vec::max(largest_m, magnitude);
+                largest_v = Vec::max(largest_v, Vec::bits(s[1]));
+                Vec::store(block.m + at, s[0]);
+                Vec::store(block.magnitude + at, Vec::real(magnitude));
+                Vec::store(block.v + at, s[1]);
+                Vec::store(block.random + at, Vec::real(random.bits_of(key, at)));
             }
             if (k > 0) {
-                store_master<W, M>(advance<kSplits<M>>(param, k - kPair), master + k - kPair,
-                                   advance<W != Write::kStates>(emit, k - kPair), late);
+                store_master<M>(advance<kSplits<M>>(param, k - kPair), master + k - kPair,
+                                advance<kEmits<M>>(emit, k - kPair), late);
             }
             late[0] = p[0];
             late[1] = p[1];
         }
-        if constexpr (W != Write::kEmission) {
-            Int8States::write(block, largest_m, largest_v, first, second, units);
-        }
+        Int8States::write(block, largest_m, largest_v, first, second, units);
         constexpr std::size_t kLast = kSize - kPair;
-        store_master<W, M>(advance<kSplits<M>>(param, kLast), master + kLast,
-                           advance<W != Write::kStates>(emit, kLast), late);
+        store_master<M>(advance<kSplits<M>>(param, kLast), master + kLast, advance<kEmits<M>>(emit, kLast),
+                        late);
     }
 };
 
@@ -194,23 +179,16 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     using State = typename States::Storage;
     using Emission = Storage<kEmitDtype<M>>;
     constexpr bool kBlocks = States::kKind == StateKind::kInt8;
-    constexpr bool kEmission = kEmits<M, kMode>;
-    constexpr bool kStreams = kEmission && sizeof(Emission) == 2;
     constexpr bool kApart = kMode == Mode::kApart;
-    constexpr Access kAccess = kMode == Mode::kEmit || kApart ? Access::kRead : Access::kUpdate;
-    constexpr Write kWrite = kMode != Mode::kStep && !kApart ? Write::kEmission
-                             : kEmission                     ? Write::kBoth
-                                                             : Write::kStates;
+    constexpr Access kAccess = kApart ? Access::kRead : Access::kUpdate;
 
     const Rule rule(args.constants);
-    const Rule pending_rule(args.pending_constants);
 
     std::conditional_t<kSplits<M>, Array<std::uint16_t, kAccess>, Absent<std::uint16_t>> param;
     std::conditional_t<(Rule::kStates > 0), Array<State, kAccess>, Absent<State>> first;
     std::conditional_t<(Rule::kStates > 1), Array<State, kAccess>, Absent<State>> second;
     std::conditional_t<kBlocks, Array<BlockUnits, kAccess, kStateBlock>, Absent<BlockUnits>> units;
-    std::conditional_t<kEmission, Output<Emission>, Absent<Emission>> emit;
-    std::conditional_t<kMode == Mode::kCommitAndEmit, Input<Storage<G>>, Absent<const Storage<G>>> pending;
+    std::conditional_t<kEmits<M>, Output<Emission>, Absent<Emission>> emit;
     const Input<Storage<G>> grad{static_cast<const Storage<G>*>(args.grad)};
     const Array<MasterStorage<M>, kAccess> master{static_cast<MasterStorage<M>*>(args.master)};
     std::conditional_t<kApart && kSplits<M>, Output<std::uint16_t>, Absent<std::uint16_t>> param_to;
@@ -246,56 +224,47 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     if constexpr (kBlocks) {
         units.base = args.units;
     }
-    if constexpr (kEmission) {
+    if constexpr (kEmits<M>) {
         emit.base = static_cast<Emission*>(args.emit);
-    }
-    if constexpr (kMode == Mode::kCommitAndEmit) {
-        pending.base = static_cast<const Storage<G>*>(args.pending);
     }
 
     const auto segment = [&](std::size_t from, std::size_t to, const Random& random, std::uint64_t place) {
-        const auto run_group = [&](std::size_t i, const Storage<G>* g, const Storage<G>* g_pending,
-                                   std::uint16_t* h, MasterStorage<M>* w, State* s0, State* s1, BlockUnits* u,
-                                   Emission* out) {
-            if constexpr (kMode == Mode::kCommitAndEmit) {
-                P::template run<Write::kStates>(pending_rule, random, place + i, g_pending, h, w, s0, s1, u,
-                                                nullptr);
-            }
-            if constexpr (kBlocks && kStreams) {
+        const auto run_group = [&](std::size_t i, const Storage<G>* g, std::uint16_t* h, MasterStorage<M>* w,
+                                   State* s0, State* s1, BlockUnits* u, Emission* out) {
+            if constexpr (kBlocks && kEmits<M>) {
                 if (elements_to_line(out) != 0) {
                     alignas(64) Emission aligned[P::kSize];
-                    P::template run<kWrite>(rule, random, place + i, g, h, w, s0, s1, u, aligned);
+                    P::run(rule, random, place + i, g, h, w, s0, s1, u, aligned);
                     __builtin_memcpy(out, aligned, sizeof(aligned));
                     return;
                 }
             }
-            P::template run<kWrite>(rule, random, place + i, g, h, w, s0, s1, u, out);
+            P::run(rule, random, place + i, g, h, w, s0, s1, u, out);
         };
-        const auto group = [&](std::size_t i, const Storage<G>* g, const Storage<G>* g_pending,
-                               std::uint16_t* h, MasterStorage<M>* w, State* s0, State* s1, BlockUnits* u,
-                               Emission* out, std::uint16_t* h_to, MasterStorage<M>* w_to, State* s0_to,
-                               State* s1_to, BlockUnits* u_to) {
+        const auto group = [&](std::size_t i, const Storage<G>* g, std::uint16_t* h, MasterStorage<M>* w,
+                               State* s0, State* s1, BlockUnits* u, Emission* out, std::uint16_t* h_to,
+                               MasterStorage<M>* w_to, State* s0_to, State* s1_to, BlockUnits* u_to) {
             if constexpr (kApart) {
                 Copied<kSplits<M>, std::uint16_t, P::kSize> new_h(h);
                 Copied<true, MasterStorage<M>, P::kSize> new_w(w);
                 Copied<(Rule::kStates > 0), State, P::kSize> new_s0(s0);
                 Copied<(Rule::kStates > 1), State, P::kSize> new_s1(s1);
                 Copied<kBlocks, BlockUnits, 1> new_u(u);
-                run_group(i, g, g_pending, new_h.at(), new_w.at(), new_s0.at(), new_s1.at(), new_u.at(), out);
+                run_group(i, g, new_h.at(), new_w.at(), new_s0.at(), new_s1.at(), new_u.at(), out);
                 new_h.leave(h_to);
                 new_w.leave(w_to);
                 new_s0.leave(s0_to);
                 new_s1.leave(s1_to);
                 new_u.leave(u_to);
             } else {
-                run_group(i, g, g_pending, h, w, s0, s1, u, out);
+                run_group(i, g, h, w, s0, s1, u, out);
             }
         };
         const auto walk = [&](auto&& over) {
-            over(group, grad, pending, param, master, first, second, units, emit, param_to, master_to,
-                 first_to, second_to, units_to);
+            over(group, grad, param, master, first, second, units, emit, param_to, master_to, first_to,
+                 second_to, units_to);
         };
-        if constexpr (!kBlocks && (kStreams || kApart)) {
+        if constexpr (!kBlocks && (kEmits<M> || kApart)) {
             const std::size_t head =
                 kApart ? (P::kSize - from % P::kSize) % P::kSize : elements_to_line(emit.at(from));
             if (head != 0) {
@@ -311,7 +280,7 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     } else {
         for_segments(args.seed, args.step, args.offset, begin, end, segment);
     }
-    if constexpr (kStreams || kApart) {
+    if constexpr (kEmits<M> || kApart) {
         Vec::fence();
     }
 }

@@ -48,8 +48,8 @@ class StepArrays:
         state_kind: How the states are stored.
         units: (ceil(numel / 128), 2) uint8, the blocks' exponents; for ``StateKind.INT8``, else 0. All zeros, with
             states of all zeros, are the states before the first step.
-        emit: (numel,) ``emit_dtype``, written with the new parameter; 0 for none. :func:`step` emits beside
-            ``MasterKind.FLOAT32`` only, in 16 bits; with a target, at a multiple of 64 B.
+        emit: (numel,) ``emit_dtype``, written with the new parameter, beside ``MasterKind.FLOAT32`` only, in 16 bits;
+            0 for none. With a target, at a multiple of 64 B.
         emit_dtype: The dtype of ``emit``.
         seed: Of the random numbers that round states of fewer than 32 bits.
         offset: Global index of the first element, the same for the same element in every step, different for every
@@ -87,57 +87,16 @@ def step(arrays: StepArrays, hyper: Hyper) -> None:
         lamb_apply(arrays, hyper, hyper.spec.step_size(*lamb_moments(arrays, hyper)))
         return
     _check_emission(arrays)
-    _run(arrays, hyper, 0, None, _STEP if arrays.target is None else _APART)
-
-
-def emit(arrays: StepArrays, hyper: Hyper, *, pending: int = 0, pending_hyper: Hyper | None = None) -> None:
-    """Write the parameter that a step with ``arrays.grad`` would leave, without changing master and states.
-
-    With a pending gradient, first do the :func:`step` with it, in the same pass. So ``emit`` with pending gradients,
-    step after step, and a last ``step``, leave the same bits as plain steps, and every emitted parameter is that of
-    the plain steps: an update can be used before the factor on its gradient (clipping) is final, which is that of the
-    next call. With the factor wrong, emit again without a pending gradient. The split master's upper half stays the
-    committed parameter; the emitted one is beside it. Where a step is dropped altogether, the parameter is the
-    committed one: that upper half, or the converted float32 master.
-
-    Args:
-        arrays: As for :func:`step`, but ``emit`` and ``emit_dtype`` are needed: BFLOAT16 with a split master, any
-            with a float32 one.
-        hyper: Of the step to show.
-        pending: Address, (numel,) ``arrays.grad_dtype``; only read.
-        pending_hyper: Of the step to do first.
-
-    Raises:
-        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
-    """
-    if arrays.emit_dtype is None or (
-        arrays.master_kind is MasterKind.SPLIT and arrays.emit_dtype is not Dtype.BFLOAT16
-    ):
-        raise ValueError(
-            f"emit_dtype: expected {'BFLOAT16' if arrays.master_kind is MasterKind.SPLIT else 'a dtype'} but got "
-            f"{arrays.emit_dtype}; pass the parameter's"
-        )
-    if bool(pending) != (pending_hyper is not None) and arrays.numel:
-        raise ValueError("pending: expected an address and pending_hyper but got only one; pass both or neither")
-    _refuse_target(arrays, "emit")
-    _run(arrays, hyper, pending, pending_hyper, _EMIT if pending_hyper is None else _COMMIT_AND_EMIT)
-
-
-def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | None, mode: int) -> None:
-    extra = () if pending_hyper is None else (Range("pending", pending, arrays.numel, arrays.grad_dtype.itemsize),)
-    if not _checked_count(arrays, hyper, *extra):
+    if not _checked_count(arrays, hyper):
         return
-    written = pending_hyper or hyper
-    constants = hyper.constants()
     first, second = (*arrays.states, 0, 0)[:2]
     _cpu_adam.step(
         rule=hyper.spec.kernel,
         state_kind=arrays.state_kind.code,
-        mode=mode,
+        mode=_STEP if arrays.target is None else _APART,
         numel=arrays.numel,
         grad=arrays.grad,
         grad_dtype=arrays.grad_dtype.value,
-        pending=pending,
         param=arrays.param,
         master=arrays.master,
         master_kind=_master_code(arrays),
@@ -145,10 +104,9 @@ def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | 
         state1=second,
         units=arrays.units,
         emit=arrays.emit,
-        constants=constants,
-        pending_constants=constants if pending_hyper is None else written.constants(),
+        constants=hyper.constants(),
         seed=arrays.seed,
-        number=written.step,
+        number=hyper.step,
         offset=arrays.offset,
         targets=_addresses(arrays.target),
     )
@@ -159,11 +117,6 @@ def _addresses(target: StepTarget | None) -> tuple[int, int, int, int, int]:
         return 0, 0, 0, 0, 0
     first, second = (*target.states, 0, 0)[:2]
     return target.param, target.master, first, second, target.units
-
-
-def _refuse_target(arrays: StepArrays, what: str) -> None:
-    if arrays.target is not None:
-        raise ValueError(f"target: expected None for {what}, which works in place; copy the arrays first")
 
 
 def _target_ranges(arrays: StepArrays, old: Sequence[Range]) -> list[Range]:
@@ -210,7 +163,7 @@ def _check_emission(arrays: StepArrays) -> None:
         )
 
 
-def _checked_count(arrays: StepArrays, hyper: Hyper, *more: Range) -> int:
+def _checked_count(arrays: StepArrays, hyper: Hyper) -> int:
     """Return the number of elements; where there are some, refuse ranges that do not fit."""
     kind = arrays.state_kind
     if kind is not StateKind.FLOAT32 and not hyper.spec.COMPRESSIBLE:
@@ -232,7 +185,7 @@ def _checked_count(arrays: StepArrays, hyper: Hyper, *more: Range) -> int:
             ranges.append(Range("param", arrays.param, count, 2))
         if arrays.emit_dtype is not None:
             ranges.append(Range("emit", arrays.emit, count, arrays.emit_dtype.itemsize))
-        check(*ranges, *_target_ranges(arrays, ranges), *more)
+        check(*ranges, *_target_ranges(arrays, ranges))
     return count
 
 
@@ -257,7 +210,8 @@ def lamb_moments(arrays: StepArrays, hyper: Hyper, *, before: tuple[float, float
         ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
     """
     _check_emission(arrays)
-    _refuse_target(arrays, "LAMB")
+    if arrays.target is not None:
+        raise ValueError("target: expected None for LAMB, which works in place; copy the arrays first")
     if not _checked_count(arrays, hyper):
         return before
     return _cpu_adam.lamb_moments(
@@ -390,6 +344,6 @@ def _recode(
 
 
 # Codes of csrc/cpu_adam/kernels.h.
-_STEP, _EMIT, _COMMIT_AND_EMIT, _APART = range(4)
+_STEP, _APART = range(2)
 _SPLIT = 0
-_FLOAT32_MASTERS: dict[Dtype | None, int] = {None: 1, Dtype.FLOAT32: 1, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 3}
+_FLOAT32_MASTERS: dict[Dtype | None, int] = {None: 1, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 3}
