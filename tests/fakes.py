@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -139,49 +140,39 @@ class _FixedArena(HostArena):
         self.elastic = False
 
 
-class LateTask:
+class LateTask(Future):  # type: ignore[type-arg]
     """Arithmetic that takes place when it is waited for, together with all that comes before it in the queue."""
 
     def __init__(self, worker: LateWorker, work: Callable[[], None], *, urgent: bool) -> None:
+        super().__init__()
         self._worker = worker
         self._work = work
         self.urgent = urgent
-        self.over = self.taken_back = False
-        self.error: BaseException | None = None
 
     def run(self) -> None:
         self._worker.queue.remove(self)
         try:
-            self._work()
+            self.set_result(self._work())
         except Exception as error:
-            self.error = error
-        self.over = True
+            self.set_exception(error)
         if self._worker.begins_next and self._worker.queue:
             self._worker.begun = self._worker.queue[0]
 
-    def done(self) -> bool:
-        return self.over or self.taken_back
-
-    def wait(self) -> None:
+    def result(self, timeout: float | None = None) -> Any:
         self._worker.before_wait()
-        while not self.over:
-            self._worker.queue[0].run()
-        if self.error is not None:
-            raise self.error
+        self.exception()
+        return super().result(0)
 
-    def failed(self) -> bool:
-        return self.error is not None
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        while not self.done():
+            self._worker.queue[0].run()
+        return super().exception(0)
 
     def cancel(self) -> bool:
         if not self.done() and self is not self._worker.begun:
             self._worker.queue.remove(self)
-            self.taken_back = True
-        return self.taken_back
-
-    def settle(self) -> None:
-        if not self.cancel():
-            while not self.over:
-                self._worker.queue[0].run()
+            super().cancel()
+        return self.cancelled()
 
 
 class LateWorker:

@@ -20,7 +20,7 @@ from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.manager import Manager
 from offload.shards.shard import Event, Shard, State
 from offload.shards.stream import ALL_STATES, Chunk
-from offload.shards.worker import WorkerThread
+from offload.shards.worker import WorkerThread, failed, settle
 from swap import SwapError
 
 CHUNK = 4096
@@ -414,11 +414,11 @@ def test_the_thread_works_in_order_and_tells_what_went_wrong() -> None:
         raise ValueError("no")
 
     first, second, third = worker.submit(lambda: done.append(1)), worker.submit(fail), worker.submit(lambda: None)
-    third.wait()
-    assert done == [1] and first.done() and not first.failed() and second.failed() and not third.failed()
+    third.result()
+    assert done == [1] and first.done() and not failed(first) and failed(second) and not failed(third)
     with pytest.raises(ValueError, match="no"):
-        second.wait()
-    second.settle()
+        second.result()
+    settle(second)
     worker.close()
 
 
@@ -435,18 +435,18 @@ def test_what_has_begun_is_waited_for_and_what_has_not_is_taken_back(way: str) -
     begun.wait()
     assert not first.cancel() and not first.done()
     if way == "settle":
-        second.settle()
+        settle(second)
     elif way == "cancel":
         assert second.cancel()
 
     def open_when_it_is() -> None:
         with contextlib.suppress(CancelledError):
-            second.wait()
+            second.result()
         go_on.set()
 
     opener = threading.Thread(target=open_when_it_is)
     opener.start()
-    worker.close() if way == "close" else first.settle()
+    worker.close() if way == "close" else settle(first)
     assert done == ["first"]
     worker.close()
     worker.close()

@@ -33,7 +33,7 @@ from offload.distributed.rounds import Standing
 from offload.errors import RanksError, StateError
 from offload.memory.arena import HOST, Buffer, view_at
 from offload.memory.errands import Errands
-from offload.memory.transfer import Mover, TicketGroup, Transfer
+from offload.memory.transfer import Brought, Mover, TicketGroup, Transfer
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -108,7 +108,7 @@ class Conductor:
             slice_on_its_way.wait(self._deadline_s)
             self._gather(shard.unit, buffer.address)
 
-        return Gathering(self._submit(gather))
+        return Brought(self._submit(gather), f"gather of {shard.unit.name}")
 
     def start_apart(self, shard: Shard, buffer: Buffer, mover: Mover, *, urgent: bool) -> Transfer:
         """Start to gather a unit in host memory, from where it goes to `buffer`, which the host cannot address."""
@@ -310,18 +310,3 @@ class Conductor:
         future = self._errands.submit(lambda _: errand(), urgent=urgent)
         self._called.set()
         return future
-
-
-class Gathering:
-    """A unit on its way from all ranks: how long that may take is theirs to say."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Tell whether all of it is there, or has failed."""
-        return self._future.done()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for all of it; raise what went wrong."""
-        self._future.result()

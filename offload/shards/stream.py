@@ -14,6 +14,7 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 
 from offload.kernels import cpu_adam
 from offload.kernels.on_device import Stepper
@@ -28,7 +29,7 @@ from offload.shards.leases import Access, Leases
 from offload.shards.read_ahead import Record
 from offload.shards.shard import Shard, State
 from offload.shards.tiers import Tiers
-from offload.shards.worker import Task
+from offload.shards.worker import settle
 from offload.sizes import whole_pages
 
 ALL_STATES = frozenset(STATE_ROLES)
@@ -53,7 +54,7 @@ class Chunk:
     sources: dict[Role, int] = dataclasses.field(default_factory=dict)  # of the content, where that stays as it is
     spare: frozenset[Role] = frozenset()  # in spare memory, where they belong
     ahead: Record | None = None  # of its states, which was read before it was started
-    task: Task | None = None  # its arithmetic, once a worker has it
+    task: Future[None] | None = None  # its arithmetic, once a worker has it
 
     def before(self) -> Chunk:
         """Return the chunk as it was before a visit that works beside the content: with the old content's addresses."""
@@ -148,7 +149,7 @@ def come_to_rest(chunks: Iterable[Chunk], tiers: Tiers) -> None:
     chunks = list(chunks)
     for chunk in reversed(chunks):  # the last ones are those that a worker has not begun
         if chunk.task is not None:
-            chunk.task.settle()
+            settle(chunk.task)
     for chunk in chunks:
         for ticket in (*chunk.reading, *chunk.writing):
             with contextlib.suppress(Exception):

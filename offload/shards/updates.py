@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -28,7 +29,7 @@ from offload.shards.leases import Leases
 from offload.shards.read_ahead import Record
 from offload.shards.stream import ALL_STATES, Chunk, Pipeline
 from offload.shards.tiers import Tiers
-from offload.shards.worker import Task
+from offload.shards.worker import failed
 from offload.spans import UPDATES
 
 WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
@@ -279,12 +280,12 @@ class Updates(ABC, Generic[U]):
             self._count_wait(begin)
 
     @labelled("wait")
-    def _wait_for_task(self, task: Task) -> None:
+    def _wait_for_task(self, task: Future[None]) -> None:
         begin = time.perf_counter()
         try:
-            task.wait()
+            task.result()
         except BaseException as error:
-            if task.failed():  # else it is still under way, and may be waited for again
+            if failed(task):  # else it is still under way, and may be waited for again
                 self._fail(error)
             raise
         finally:

@@ -8,29 +8,10 @@ device is the CPU, its cores compute already. Owns the thread. Knows neither chu
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Protocol
 
 from offload.memory.errands import Errands
-
-
-class Task(Protocol):
-    """Arithmetic that was given to a worker."""
-
-    def done(self) -> bool:
-        """Tell whether waiting would return at once."""
-
-    def wait(self) -> None:
-        """Wait for it, as long as it takes; raise what it has raised."""
-
-    def failed(self) -> bool:
-        """Tell whether it has raised something."""
-
-    def cancel(self) -> bool:
-        """Take it back, if it has not begun; returns whether it never will."""
-
-    def settle(self) -> None:
-        """Take it back, or wait until it is over, whatever came of it."""
 
 
 class Worker(Protocol):
@@ -42,33 +23,11 @@ class Worker(Protocol):
 
     apart: bool
 
-    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Task:
+    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Future[None]:
         """Give it something to do, before all that is not urgent."""
 
     def close(self) -> None:
         """Finish what has begun, and forget the rest. Idempotent."""
-
-
-class Done:
-    """Arithmetic that went well and is over."""
-
-    def done(self) -> bool:
-        """Tell that it is."""
-        return True
-
-    def wait(self) -> None:
-        """Wait for nothing."""
-
-    def failed(self) -> bool:
-        """Tell that it has not."""
-        return False
-
-    def cancel(self) -> bool:
-        """Tell that it is too late."""
-        return False
-
-    def settle(self) -> None:
-        """Wait for nothing."""
 
 
 class Caller:
@@ -76,41 +35,17 @@ class Caller:
 
     apart = False
 
-    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Task:
+    def __init__(self) -> None:
+        self._over: Future[None] = Future()
+        self._over.set_result(None)
+
+    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Future[None]:
         """Do it."""
         work()
-        return Done()
+        return self._over
 
     def close(self) -> None:
         """Nothing is ever left."""
-
-
-class FutureTask:
-    """Arithmetic in another thread."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Tell whether it is over."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Wait until it is."""
-        self._future.result()
-
-    def failed(self) -> bool:
-        """Tell whether it has raised something."""
-        return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
-
-    def cancel(self) -> bool:
-        """Take it back, if it has not begun."""
-        return self._future.cancel()
-
-    def settle(self) -> None:
-        """Take it back, or wait until it is over."""
-        if not self._future.cancel():
-            wait([self._future])
 
 
 class WorkerThread:
@@ -121,10 +56,21 @@ class WorkerThread:
     def __init__(self) -> None:
         self._thread = Errands[None](1, "offload-update")
 
-    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Task:
+    def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Future[None]:
         """Put it behind what is as urgent."""
-        return FutureTask(self._thread.submit(lambda _: work(), urgent=urgent))
+        return self._thread.submit(lambda _: work(), urgent=urgent)
 
     def close(self) -> None:
         """Finish what has begun, and forget the rest."""
         self._thread.close(cancel=True)
+
+
+def failed(task: Future[None]) -> bool:
+    """Tell whether a worker's arithmetic is over, and has not gone well."""
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def settle(task: Future[None]) -> None:
+    """Take a worker's arithmetic back, or wait until it is over, whatever came of it."""
+    if not task.cancel():
+        task.exception()
