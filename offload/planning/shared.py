@@ -7,7 +7,7 @@ GPUs. Pure arithmetic over plain values. Next: :mod:`offload.planning.traffic` h
 from __future__ import annotations
 
 from offload.planning.hardware import Hardware
-from offload.planning.moved import gradients_of, updates_of
+from offload.planning.moved import Moved, gradients_of, lane_seconds, updates_of
 from offload.planning.plan import Plan
 from offload.planning.work import Work
 
@@ -24,15 +24,17 @@ def lanes_of(plan: Plan, work: Work, hardware: Hardware) -> dict[str, float]:
         hardware: the machine, with one of its devices.
     """
     ranks, size = plan.request.world_size, plan.step_bytes.get
-    read, write = size("nvme_read", 0) * ranks, size("nvme_write", 0) * ranks
-    alone = max(read / hardware.drive_read_bytes_s, write / hardware.drive_write_bytes_s)
+    moved = Moved(
+        h2d=size("h2d", 0),
+        d2h=size("d2h", 0),
+        cpu=(gradients_of(plan, [frozenset()]) + updates_of(plan)).cpu * ranks,
+        drive_read=size("nvme_read", 0) * ranks,
+        drive_write=size("nvme_write", 0) * ranks,
+    )
     sent = size("collectives", 0) + size("between_nodes", 0)
     kernels = (*work.forward.items(), *work.backward.items())
     return {
         "compute": sum(kernel.seconds(hardware) * many for kernel, many in kernels),
-        "h2d": size("h2d", 0) / hardware.h2d_bytes_s,
-        "d2h": size("d2h", 0) / hardware.d2h_bytes_s,
-        "cpu": (gradients_of(plan, [frozenset()]) + updates_of(plan)).cpu * ranks / hardware.update_bytes_s,
-        "drive": max(alone, (read + write) / hardware.drive_mixed_bytes_s),
+        **lane_seconds(moved, hardware),
         "collectives": 2 * sent * ranks / hardware.host_bytes_s,
     }
