@@ -16,7 +16,7 @@ from fakes import make_plan_with
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.distributed.exchange import KERNEL_DTYPE, parts_of
+from offload.distributed.exchange import KERNEL_DTYPE, Part, parts_of
 from offload.distributed.ranks import OneRank
 from offload.distributed.rounds import Rounds, Said, Standing
 from offload.errors import BudgetError, RanksError, StateError
@@ -137,6 +137,16 @@ def make_plan(units: Sequence[Unit], rank: int, *, spilt: bool, stage: int = 2) 
     )
 
 
+def parts_of_units(units: Sequence[Unit], rank: int) -> dict[int, list[Part]]:
+    """Return the parts of each unit's slots that are a rank's."""
+    parts = {}
+    for unit in units:
+        width = unit.numel // WORLD
+        spans = [(slot.offset_numel, slot.end_numel) for slot in unit.slots]
+        parts[unit.index] = parts_of(spans, rank * width, (rank + 1) * width)
+    return parts
+
+
 @dataclasses.dataclass
 class Rank:
     """A rank under test."""
@@ -150,13 +160,9 @@ class Rank:
 def make_rank(rank: int, boards: Boards, units: Sequence[Unit], left: int, *, spilt: bool, stage: int = 2) -> Rank:
     plan = make_plan(units, rank, spilt=spilt, stage=stage)
     arena, budget = HostArena(Tier.HOST, plan.request.exchange_bytes), Budget(Tier.HOST, left)
-    parts = {}
-    for unit in units:
-        width = unit.numel // WORLD
-        spans = [(slot.offset_numel, slot.end_numel) for slot in unit.slots]
-        parts[unit.index] = parts_of(spans, rank * width, (rank + 1) * width)
     board: Any = Board(rank, WORLD, boards)
-    exchanges = Exchanges(plan, board, arena, budget.claim("gradients"), Counters(), parts, Standing())
+    claim, parts = budget.claim("gradients"), parts_of_units(units, rank)
+    exchanges = Exchanges(plan, board, arena, claim, Counters(), parts, Standing())
     return Rank(exchanges, Sums(units, WORLD), arena, budget)
 
 
@@ -342,8 +348,8 @@ def test_who_waited_for_room_and_has_it_takes_part_in_no_round_without_news() ->
     plan = make_plan(units, 0, spilt=False)
     board: Any = Ahead(0, WORLD, Boards(WORLD))
     board.rounds, board.said = Rounds({unit.index: 1 for unit in units}), []
-    parts = {unit.index: parts_of([(0, unit.slots[0].numel)], 0, unit.numel // WORLD) for unit in units}
-    exchanges = Exchanges(plan, board, arena, Budget(Tier.HOST, 0).claim("gradients"), Counters(), parts, Standing())
+    claim, parts = Budget(Tier.HOST, 0).claim("gradients"), parts_of_units(units, 0)
+    exchanges = Exchanges(plan, board, arena, claim, Counters(), parts, Standing())
     board.has_no_room = lambda: exchanges._wants_room
     sums = Sums(units, WORLD)
     exchanges.begin(sums, None)

@@ -23,11 +23,11 @@ from test_exchanges import (
     gradient_of,
     make_plan,
     make_units,
+    parts_of_units,
     same,
 )
 from test_exchanges import found as sums_of
 
-from offload.distributed.exchange import parts_of
 from offload.distributed.ranks import Agreement
 from offload.errors import BudgetError, RanksError
 from offload.memory.arena import HostArena
@@ -74,13 +74,8 @@ class Rank(test_conductor.Rank):
         plan = make_plan(units, ranks.rank, spilt=spilt, stage=3)
         self.budget = Budget(Tier.HOST, left)
         self.sums = Sums(units, WORLD)
-        parts = {}
-        for unit in units:
-            width = unit.numel // WORLD
-            spans = [(slot.offset_numel, slot.end_numel) for slot in unit.slots]
-            parts[unit.index] = parts_of(spans, ranks.rank * width, (ranks.rank + 1) * width)
         self._room, claim = HostArena(Tier.HOST, plan.request.exchange_bytes), self.budget.claim("gradients")
-        standing = self.conductor.standing
+        parts, standing = parts_of_units(units, ranks.rank), self.conductor.standing
         self.exchanges = Exchanges(plan, self.conductor, self._room, claim, Counters(), parts, standing)
 
     def close(self) -> None:

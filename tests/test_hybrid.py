@@ -13,16 +13,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from several_ranks import Ended, Raised, run
-from test_rank_checkpoints import as_bytes, content
+from test_rank_checkpoints import as_bytes
 from test_ranks import Board, bits, gradients
-from test_stage_1 import CLIP, HOMES, STEPS, batch, joined, net, options, smallest
+from test_stage_1 import (
+    CLIP,
+    HOMES,
+    STEPS,
+    batch,
+    compare_states,
+    content,
+    joined,
+    net,
+    options,
+    result,
+    smallest,
+)
 from test_stage_1 import train as train_flat
 from test_stage_3 import Deep
 from torch import nn
 
 from offload import AdamW, Engine
 from offload.distributed.exchange import KERNEL_DTYPE, Exchange, parts_of
-from offload.planning.roles import Role
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 
@@ -43,14 +54,6 @@ def engine_of(name: str, path: str, accumulation: int, **more: Any) -> Engine:
     if name.endswith("spill"):
         settings["max_memory"]["cpu"] = smallest(name, settings)
     return Engine(net(name), AdamW(lr=0.01, weight_decay=0.1), **settings)
-
-
-def result(engine: Engine, losses: list[float], norms: list[float]) -> dict[str, Any]:
-    trained = [unit for unit in engine.plan.request.units if unit.trainable]
-    homes = (
-        max(str(engine.plan.home(unit, role)) for unit in trained) for role in (Role.PARAM, Role.GRAD, Role.EXP_AVG)
-    )
-    return {"losses": losses, "norms": norms, "homes": tuple(homes)} | content(engine)
 
 
 def train(rank: int, shape: Shape, accumulation: int, name: str, path: str, stage: int) -> dict[str, Any]:
@@ -144,16 +147,6 @@ def check(shape: Shape, accumulation: int, name: str, tmp_path: Path, stages: tu
             assert found["homes"] == HOMES[name.split("-")[2]]
         for first in range(0, world, local):  # each node has all of the states
             compare_states(every[first : first + local], truth)
-
-
-def compare_states(node: list[Any], one: dict[str, Any]) -> None:
-    states: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
-    for found in node:
-        for key, parts in found["states"].items():
-            states.setdefault(key, []).extend(parts)
-    assert states.keys() == one["states"].keys()
-    for key, parts in states.items():
-        assert joined(parts) == joined(one["states"][key]), key
 
 
 @pytest.mark.few(1)
@@ -343,25 +336,11 @@ def test_one_node_writes_a_checkpoint_and_any_ranks_load_it(shape: Shape, name: 
                 assert not isinstance(found, (Raised, Ended)), found
                 assert found[0]["parameters"] == whole[0][0]["parameters"]
             node = loaded[: shape[1]] if of else loaded
-            one = {"states": {key: [(0, joined(parts))] for key, parts in joined_states(whole, 0).items()}}
-            compare_states([found[0] for found in node], one)
+            assert joined(*(found[0] for found in node)) == joined(*(found[0] for found in whole))
             if of:  # the run goes on with the same bits
                 for before, after in zip(every, loaded, strict=True):
                     assert after[1]["parameters"] == before[1]["parameters"]
-                    assert joined_parts(after[1]) == joined_parts(before[1])
-
-
-def joined_parts(found: dict[str, Any]) -> dict[tuple[str, str], bytes]:
-    """Return a rank's states, whatever the chunks were in which they were read."""
-    return {key: joined(parts) for key, parts in found["states"].items()}
-
-
-def joined_states(node: list[Any], when: int) -> dict[tuple[str, str], list[tuple[int, bytes]]]:
-    states: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
-    for found in node:
-        for key, parts in found[when]["states"].items():
-            states.setdefault(key, []).extend(parts)
-    return states
+                    assert joined(after[1]) == joined(before[1])
 
 
 def interrupt(rank: int, shape: Shape, name: str, path: str) -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from several_ranks import Ended, Raised, run
-from test_stage_1 import joined, states_of
+from test_stage_1 import content, joined
 from test_stage_1_errors import WORLD, backward, engine_of
 
 from offload import Engine
@@ -63,8 +63,8 @@ def interrupt(*args: Any, **options: Any) -> Any:
 
 
 def seen(engine: Engine) -> dict[Any, Any]:
-    found: dict[Any, Any] = {key: joined(parts) for key, parts in states_of(engine).items()}
-    return found | {name: value.tolist() for name, value in engine.state_dict().items()}
+    here = content(engine)
+    return here["parameters"] | joined(here)
 
 
 def damage(folder: Path, rank: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from several_ranks import Ended, Raised, run
 from test_checkpoint_format import documented_reader
-from test_stage_1 import batch, joined, net, options, states_of
+from test_stage_1 import batch, compare_states, content, net, options
 
 from offload import AdamW, Engine
 from offload.checkpoint.columns import columns_of
@@ -55,11 +55,6 @@ def begin(name: str, path: str, world: int, accumulation: int, *, stage: int = 1
     settings |= {"stage": stage} if world > 1 else {}
     settings |= {"initial_loss_scale": 256.0} if name.startswith("float16") else {}  # with which steps are taken
     return Engine(net(name), AdamW(lr=0.01, weight_decay=0.1), **settings)
-
-
-def content(engine: Engine) -> dict[str, Any]:
-    parameters = {key: value.view(torch.uint8).numpy().tobytes() for key, value in engine.state_dict().items()}
-    return {"parameters": parameters, "states": states_of(engine)}
 
 
 def go_on(rank: int, world: int, micro_batches: int, name: str, path: str, first: int, last: int) -> dict[str, Any]:
@@ -122,12 +117,7 @@ def check(worlds: tuple[int, ...], micro_batches: int, name: str, tmp_path: Path
     assert losses == one["losses"] and norms == one["norms"]
     assert every[0]["parameters"] == one["parameters"]
     assert every[0]["packed"] == one["packed"]
-    states: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
-    for found in every:
-        for key, parts in found["states"].items():
-            states.setdefault(key, []).extend(parts)
-    assert states.keys() == one["states"].keys()
-    assert all(joined(parts) == joined(one["states"][key]) for key, parts in states.items())
+    compare_states(every, one)
     compare_files(Path(every[0]["folder"]), Path(one["folder"]))
 
 

@@ -20,12 +20,11 @@ from simulated import EAGER, LAZY, CannotBuild, Schedule, at_random, first, fixe
 from simulated.build import library
 from simulated.instead import MOVER_STREAMS
 from test_rank_checkpoint_errors import error_of
-from test_stage_1 import CLIP, STEPS, batch, check_bits, net, options, smallest, states_of
+from test_stage_1 import CLIP, STEPS, batch, check_bits, options, result, smallest, steps
 from test_stage_3 import WORLD
 from torch import nn
 
 from offload import AdamW, Engine, NonFiniteError
-from offload.planning.roles import Role
 
 MIB = 1 << 20
 HOMES = {  # of parameters, gradients and states: the slowest of all units
@@ -66,27 +65,6 @@ def train(
     return found | {"races": seen.races[:3]}
 
 
-def steps(rank: int, world: int, micro_batches: int, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    accumulation = micro_batches // world
-    losses, norms = [], []
-    with Engine(net(name), AdamW(lr=0.01, weight_decay=0.1), **settings) as engine:
-        for step in range(STEPS):
-            for micro in range(accumulation):
-                tokens, expert = batch(step * micro_batches + micro * world + rank)
-                loss = engine(tokens.to(engine.device), expert)
-                engine.backward(loss)
-                losses.append(loss.item())
-                assert engine.step() == (micro == accumulation - 1)
-            norms.append(engine.grad_norm)
-        parameters = {key: value.view(torch.uint8).numpy().tobytes() for key, value in engine.state_dict().items()}
-        trained = [unit for unit in engine.plan.request.units if unit.trainable]
-        roles = (Role.PARAM, Role.GRAD, Role.EXP_AVG)
-        homes = tuple(max(str(engine.plan.home(unit, role)) for unit in trained) for role in roles)
-        found = {"losses": losses, "norms": norms, "parameters": parameters, "states": states_of(engine)}
-        engine._life.require_open().check()
-        return found | {"homes": homes, "never": engine.module.never.weight.grad}
-
-
 def check(micro_batches: int, name: str, tmp_path: Path, *cases: tuple[int, Schedule]) -> None:
     (one,) = run(train, 1, 1, micro_batches, name, str(tmp_path), None, None)
     assert all(math.isfinite(norm) and norm > CLIP for norm in one["norms"]), one["norms"]  # clipping is active
@@ -115,7 +93,7 @@ def train_in_nodes(
             engine.step()
             norms.append(engine.grad_norm)
         engine._life.require_open().check()
-        found = test_hybrid.result(engine, losses, norms)
+        found = result(engine, losses, norms)
     assert seen.races == []
     return found
 

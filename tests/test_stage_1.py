@@ -128,30 +128,57 @@ def states_of(engine: Engine) -> dict[tuple[str, str], list[tuple[int, bytes]]]:
 
 def train(rank: int, world: int, micro_batches: int, name: str, path: str, stage: int = 1) -> dict[str, Any]:
     """Train on this rank's share of the micro-batches; return everything that must be equal."""
-    accumulation = micro_batches // world
-    losses, norms = [], []
-    settings = options(name, path) | {"gradient_accumulation_steps": accumulation}
+    settings = options(name, path) | {"gradient_accumulation_steps": micro_batches // world}
     settings |= {"stage": stage} if world > 1 else {}
     if name.endswith("spill"):
         settings["max_memory"]["cpu"] = smallest(name, settings)
+    return steps(rank, world, micro_batches, name, settings)
+
+
+def steps(rank: int, world: int, micro_batches: int, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train with these settings, wherever the engine computes."""
+    accumulation = micro_batches // world
+    losses, norms = [], []
     with Engine(net(name), AdamW(lr=0.01, weight_decay=0.1), **settings) as engine:
         for step in range(STEPS):
             for micro in range(accumulation):
-                loss = engine(*batch(step * micro_batches + micro * world + rank))
+                tokens, expert = batch(step * micro_batches + micro * world + rank)
+                loss = engine(tokens.to(engine.device), expert)
                 engine.backward(loss)
                 losses.append(loss.item())
                 assert engine.step() == (micro == accumulation - 1)
             norms.append(engine.grad_norm)
-        parameters = {key: value.view(torch.uint8).numpy().tobytes() for key, value in engine.state_dict().items()}
-        trained = [unit for unit in engine.plan.request.units if unit.trainable]
-        roles = (Role.PARAM, Role.GRAD, Role.EXP_AVG)
-        homes = tuple(max(str(engine.plan.home(unit, role)) for unit in trained) for role in roles)
-        found = {"losses": losses, "norms": norms, "parameters": parameters, "states": states_of(engine)}
-        return found | {"homes": homes, "never": engine.module.never.weight.grad}
+        found = result(engine, losses, norms) | {"never": engine.module.never.weight.grad}
+        engine._life.require_open().check()
+        return found
 
 
-def joined(parts: list[tuple[int, bytes]]) -> bytes:
-    return b"".join(data for _, data in sorted(parts))
+def result(engine: Engine, losses: list[float], norms: list[float]) -> dict[str, Any]:
+    """Return what steps have led to."""
+    trained = [unit for unit in engine.plan.request.units if unit.trainable]
+    roles = (Role.PARAM, Role.GRAD, Role.EXP_AVG)
+    homes = tuple(max(str(engine.plan.home(unit, role)) for unit in trained) for role in roles)
+    return {"losses": losses, "norms": norms, "homes": homes} | content(engine)
+
+
+def content(engine: Engine) -> dict[str, Any]:
+    parameters = {key: value.view(torch.uint8).numpy().tobytes() for key, value in engine.state_dict().items()}
+    return {"parameters": parameters, "states": states_of(engine)}
+
+
+def joined(*every: dict[str, Any]) -> dict[tuple[str, str], bytes]:
+    """Return the states that ranks have together, whatever the slices and chunks in which they have them."""
+    states: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
+    for found in every:
+        for key, parts in found["states"].items():
+            states.setdefault(key, []).extend(parts)
+    return {key: b"".join(data for _, data in sorted(parts)) for key, parts in states.items()}
+
+
+def compare_states(every: list[Any], one: dict[str, Any]) -> None:
+    found, expected = joined(*every), joined(one)
+    assert found.keys() == expected.keys()
+    assert [key for key in expected if found[key] != expected[key]] == []
 
 
 def check(world: int, micro_batches: int, name: str, tmp_path: Path, *, stages: tuple[int, ...] = (1, 2)) -> None:
@@ -169,18 +196,13 @@ def check_ranks(one: dict[str, Any], every: list[Any], name: str) -> None:
 
 def check_bits(one: dict[str, Any], every: list[Any]) -> None:
     """Compare losses, norms, parameters and states."""
-    states: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for rank, found in enumerate(every):
         assert not isinstance(found, (Raised, Ended)), found
         assert found["losses"] == one["losses"][rank :: len(every)]
         assert found["norms"] == one["norms"]
         assert found["parameters"] == one["parameters"]
         assert found["never"] is None
-        for key, parts in found["states"].items():
-            states.setdefault(key, []).extend(parts)
-    assert states.keys() == one["states"].keys()
-    for key, parts in states.items():
-        assert joined(parts) == joined(one["states"][key]), key
+    compare_states(every, one)
 
 
 @pytest.mark.nightly
