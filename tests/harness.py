@@ -243,6 +243,15 @@ def assert_equal(ours: Outcome, truth: Outcome) -> None:
     assert ours.groups == truth.groups
 
 
+def everything(engine: offload.Engine) -> dict[str, torch.Tensor]:
+    """Return copies of parameters, buffers and states, masters included."""
+    assert engine.optimizer is not None
+    found: dict[str, Any] = dict(engine.state_dict())
+    for position, state in engine.optimizer.state_dict()["state"].items():
+        found |= {f"{position}.{name}": value for name, value in state.items()}
+    return {name: torch.as_tensor(value).clone() for name, value in found.items()}
+
+
 def assert_same_tensors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
     """Compare two dicts of tensors bit by bit."""
     assert ours.keys() == truth.keys()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from early_updates import compare_guesses, early, fail_in_backward, guesses, interrupt_an_update, train
 from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke, versions
 from harness import (
     WIDTH,
     assert_same_tensors,
-    batch,
     computes_on_cpu,
+    everything,
     everything_on_device,
     loss_of,
     one_torch_thread,
@@ -28,7 +28,6 @@ from torch import nn
 
 from offload import AdamW, Engine
 from offload.errors import ConfigError, NonFiniteError
-from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
 from offload.optim.step import MOST_CALM_STEPS, Calm
 from offload.planning.asked import Homes
@@ -42,7 +41,7 @@ from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
 from offload.shards.working_set import Came
 from swap import SwapError
-from swap.io.faults import Fault, FaultTarget
+from swap.io.faults import FaultTarget
 
 CHUNK = 4096
 UNITS = 3
@@ -551,24 +550,6 @@ def make(dtype: torch.dtype = torch.float32, depth: int = 5) -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(depth)]).to(dtype)
 
 
-def train(engine: Engine, number: int, scale: float = 1.0) -> None:
-    dtype = next(engine.module.parameters()).dtype
-    engine.backward(engine(batch(number).to(dtype)).float().sub(1).pow(4).mean() * scale)
-
-
-def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    assert engine.optimizer is not None
-    found = dict(engine.state_dict())
-    for position, state in engine.optimizer.state_dict()["state"].items():
-        found.update({f"{position}.{name}": value for name, value in state.items()})
-    return found
-
-
-def early_units(engine: Engine) -> tuple[int, int]:
-    stats = engine.stats()
-    return stats.early_units, stats.early_units_dropped
-
-
 @pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
@@ -577,32 +558,11 @@ def early_units(engine: Engine) -> tuple[int, int]:
 def test_guesses_right_and_wrong_change_no_bit(
     dtype: torch.dtype, state_dtype: str, accumulation: int, tmp_path: Path
 ) -> None:
-    """Gradients of every fourth batch are 1000 times as large: that step clips, or overflows in fp16."""
-
-    def run(**where: Any) -> tuple[dict[str, torch.Tensor], list[float | None], tuple[int, int], int]:
-        scales = {"initial_loss_scale": 2.0**8} if dtype is torch.float16 else {}
-        with Engine(
-            make(dtype),
-            AdamW(lr=1e-2),
-            max_grad_norm=50.0,
-            state_dtype=state_dtype,
-            gradient_accumulation_steps=accumulation,
-            **scales,
-            **where,
-        ) as engine:
-            norms = []
-            for number in range(8 * accumulation):
-                train(engine, number, 1000.0 if number // accumulation % 4 == 3 else 1.0)
-                if engine.step():
-                    norms.append(engine.grad_norm)
-                engine._manager.check()
-            return everything(engine), norms, early_units(engine), engine.stats().skipped_steps
-
-    truth, norms, none, skipped = run(**everything_on_device())
-    ours, our_norms, (taken, dropped), our_skipped = run(**tight(make(dtype), tmp_path))
-    assert_same_tensors(ours, truth)
-    assert (our_norms, our_skipped) == (norms, skipped)
-    assert none == (0, 0) and taken > 0 and dropped > 0 or not computes_on_cpu()
+    kind = AdamW(lr=1e-2), state_dtype, accumulation
+    truth = guesses(make(dtype), *kind, arrives=False, **everything_on_device())
+    ours = guesses(make(dtype), *kind, arrives=False, **tight(make(dtype), tmp_path))
+    compare_guesses(ours, truth)
+    assert truth.early == (0, 0) and min(ours.early) > 0 or not computes_on_cpu()
     assert not list(tmp_path.iterdir())
 
 
@@ -638,7 +598,7 @@ def test_a_learning_rate_that_changes_before_the_step_counts(tmp_path: Path) -> 
                 engine.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
                 engine.step()
             results.append(everything(engine))
-            taken, dropped = early_units(engine)
+            taken, dropped = early(engine)
     assert_same_tensors(*results)
     assert dropped > 0 and taken <= 5, "only the first step had the learning rate that was guessed"
 
@@ -695,71 +655,22 @@ def halves(results: list[dict[str, torch.Tensor]]) -> tuple[list[Any], list[Any]
 def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_path: Path) -> None:
     """Fail the n-th: the step makes what is missing, bit for bit the same."""
 
-    def run(fail: int | None, **where: Any) -> tuple[dict[str, torch.Tensor], bool]:
-        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
-            train(engine, 0)
-            engine.step()
-            engine.drain()
-            loss = loss_of(engine, 1)
-            store = engine._manager.tiers.store
-            if fail is not None:
-                assert store is not None
-                store.inject(Fault(nth=fail, target=target))
-            try:
-                engine.backward(loss)
-            except SwapError:  # it was a parameter's that backward needs: the micro-batch is run again
-                assert target is FaultTarget.READS
-                train(engine, 1)
-            if store is not None:
-                with contextlib.suppress(SwapError):  # whoever needs what has failed meets the error
-                    store.drain()
-                engine._manager.advance_updates(engine._step.guess)
-                store.clear_faults()
-            engine.step()
-            return everything(engine), early_units(engine)[1] > 0
-
     dropped = 0
     with one_torch_thread():
-        truth, _ = run(None, **everything_on_device())
-        for fail in range(1, 9):
-            ours, some = run(fail, **tight(make(), tmp_path))
-            assert_same_tensors(ours, truth)
-            dropped += some
+        truth = fail_in_backward(make(), target, None, arrives=False, **everything_on_device())
+        for nth in range(1, 9):
+            ours = fail_in_backward(make(), target, nth, arrives=False, **tight(make(), tmp_path))
+            assert_same_tensors(ours.tensors, truth.tensors)
+            assert target is FaultTarget.READS or not ours.again
+            dropped += ours.dropped
     assert dropped, "an early update was among what failed"
 
 
 @pytest.mark.usefixtures("single_torch_thread")
-def test_interrupt_in_an_update_during_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes through when the update is done; the micro-batch is run again, and nothing else."""
-    real, calls = cpu_adam.step, 0
-
-    def interrupted(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            signal.raise_signal(signal.SIGINT)
-        real(*arguments)
-
-    results = []
-    for where in (everything_on_device(), tight(make(), tmp_path)):
-        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
-            train(engine, 0)
-            engine.step()
-            engine.drain()
-            if engine.plan.early_bytes:
-                monkeypatch.setattr(cpu_adam, "step", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    for _ in range(100):  # passing by makes an update at some time
-                        train(engine, 1)
-                        engine.zero_grad()
-                monkeypatch.undo()
-                assert calls >= 1
-            for number in (1, 2):
-                train(engine, number)
-                engine.step()
-            engine._manager.check()
-            results.append(everything(engine))
-    assert_same_tensors(*results)
+def test_interrupt_in_an_update_during_backward(tmp_path: Path) -> None:
+    """It comes through when the update is done."""
+    truth = interrupt_an_update(make(), interrupts=False, **everything_on_device())
+    assert_same_tensors(interrupt_an_update(make(), interrupts=True, **tight(make(), tmp_path)), truth)
 
 
 @given(

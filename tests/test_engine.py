@@ -24,6 +24,7 @@ from harness import (
     assert_same_tensors,
     batch,
     collect,
+    everything,
     everything_on_device,
     guess_nothing,
     host,
@@ -720,15 +721,6 @@ PLACES: dict[str, Callable[..., dict[str, Any]]] = {
     "host": lambda model, path: host(model, unit_bytes=LINEAR_BYTES),
     "nvme": tight,
 }
-
-
-def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return parameters, buffers and states, masters included."""
-    assert engine.optimizer is not None
-    found = engine.state_dict()
-    for number, state in engine.optimizer.state_dict()["state"].items():
-        found.update({f"{number}.{name}": value for name, value in state.items()})
-    return found
 
 
 @pytest.mark.few(12)

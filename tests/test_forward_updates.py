@@ -16,6 +16,7 @@ from harness import (
     WIDTH,
     assert_same_tensors,
     batch,
+    everything,
     everything_on_device,
     host,
     loss_of,
@@ -401,14 +402,6 @@ class Net(nn.Module):
 def make(dtype: torch.dtype = torch.float32) -> Net:
     torch.manual_seed(0)
     return Net().to(dtype)
-
-
-def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    assert engine.optimizer is not None
-    found = dict(engine.state_dict())
-    for position, state in engine.optimizer.state_dict()["state"].items():
-        found.update({f"{position}.{name}": value for name, value in state.items()})
-    return found
 
 
 def micro_batch(engine: Engine, number: int, *, skip: bool = False, scale: float = 1.0) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from early_updates import arrive, compare_guesses, early, guesses, interrupt_an_update, train
 from fakes import (
     ApartDevice,
     FakeStore,
@@ -29,6 +29,7 @@ from harness import (
     apart,
     assert_same_tensors,
     batch,
+    everything,
     everything_on_device,
     host,
     one_torch_thread,
@@ -41,7 +42,6 @@ from torch import nn
 import offload
 from offload import AdamW, Engine
 from offload.errors import InternalError
-from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
 from offload.planning.asked import Homes
 from offload.planning.roles import Role
@@ -363,39 +363,6 @@ def in_memory(model: nn.Module, params: str, *, whole: bool = False) -> dict[str
     return host(model, unit_bytes=LINEAR_BYTES, whole=whole)
 
 
-def train(engine: Engine, number: int, scale: float = 1.0) -> None:
-    dtype = next(engine.module.parameters()).dtype
-    engine.backward(engine(batch(number).to(dtype)).float().sub(1).pow(4).mean() * scale)
-
-
-def arrive(engine: Engine) -> None:
-    """Let the worker come to the end of what it has, as it would on a device that takes its time."""
-    manager, step = engine._manager, engine._step
-    assert step is not None
-    manager.gradients.await_copies()
-    manager.advance_updates(step.guess)
-    while manager.backward._queue.open:
-        for chunk in manager.backward._queue.open[0].chunks:
-            for ticket in chunk.reading:
-                ticket.wait()
-            if chunk.task is not None:
-                chunk.task.result()
-        manager.advance_updates(step.guess)
-
-
-def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    assert engine.optimizer is not None
-    found = dict(engine.state_dict())
-    for position, state in engine.optimizer.state_dict()["state"].items():
-        found.update({f"{position}.{name}": torch.as_tensor(value) for name, value in state.items()})
-    return found
-
-
-def early(engine: Engine) -> tuple[int, int]:
-    stats = engine.stats()
-    return stats.early_units, stats.early_units_dropped
-
-
 OPTIMIZERS = {
     "adamw": lambda: AdamW(lr=1e-2),
     "sgd": lambda: offload.SGD(lr=1e-2),
@@ -426,30 +393,13 @@ KINDS = [
 def test_guesses_right_and_wrong_change_no_bit(
     dtype: torch.dtype, state_dtype: str, accumulation: int, optimizer: str, params: str
 ) -> None:
-    """Gradients of every fourth batch are 1000 times as large: that step clips, or overflows in fp16."""
-    scales = {"initial_loss_scale": 2.0**8} if dtype is torch.float16 else {}
-
-    def run(**where: Any) -> tuple[dict[str, torch.Tensor], list[float | None], tuple[int, int], int]:
-        options = {"max_grad_norm": 50.0, "gradient_accumulation_steps": accumulation, "state_dtype": state_dtype}
-        with Engine(make(dtype), OPTIMIZERS[optimizer](), **options, **scales, **where) as engine:
-            norms = []
-            for number in range(8 * accumulation):
-                train(engine, number, 1000.0 if number // accumulation % 4 == 3 else 1.0)
-                if (number + 1) % accumulation == 0:
-                    arrive(engine)
-                if engine.step():
-                    norms.append(engine.grad_norm)
-                engine._manager.check()
-            return everything(engine), norms, early(engine), engine.stats().skipped_steps
-
-    truth, norms, none, skipped = run(**everything_on_device())
+    kind = OPTIMIZERS[optimizer](), state_dtype, accumulation
+    truth = guesses(make(dtype), *kind, arrives=False, **everything_on_device())
     with apart():
-        ours, our_norms, (taken, dropped), our_skipped = run(
-            **in_memory(make(dtype), params, whole=optimizer == "lamb")
-        )
-    assert_same_tensors(ours, truth)
-    assert (our_norms, our_skipped) == (norms, skipped)
-    assert none == (0, 0) and taken >= 8 and dropped >= 2
+        where = in_memory(make(dtype), params, whole=optimizer == "lamb")
+        ours = guesses(make(dtype), *kind, arrives=True, **where)
+    compare_guesses(ours, truth)
+    assert truth.early == (0, 0) and ours.early[0] >= 8 and ours.early[1] >= 2
 
 
 def test_on_the_cpu_device_there_is_no_room_and_nothing_is_updated_early() -> None:
@@ -523,41 +473,11 @@ def test_what_comes_between_backward_and_step(between: str, params: str) -> None
 
 
 @pytest.mark.parametrize("params", ["cpu", "device"])
-def test_interrupt_in_an_update_during_backward(params: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes through at a safe point; the micro-batch is run again, and nothing else."""
-    real, calls = cpu_adam.step, 0
-
-    def interrupted(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            signal.raise_signal(signal.SIGINT)
-        real(*arguments)
-
-    def run(**where: Any) -> dict[str, torch.Tensor]:
-        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
-            train(engine, 0)
-            engine.step()
-            engine.drain()
-            if engine.plan.spare_units:
-                monkeypatch.setattr(cpu_adam, "step", interrupted)
-                with pytest.raises(KeyboardInterrupt) as caught:
-                    for _ in range(100):
-                        train(engine, 1)
-                        engine.zero_grad()
-                monkeypatch.undo()
-                if all(entry.name != "train" for entry in caught.traceback):
-                    engine.zero_grad()  # the worker was late, and this call was broken off: backward was over
-            for number in (1, 2):
-                train(engine, number)
-                engine.step()
-            engine._manager.check()
-            return everything(engine)
-
-    truth = run(**everything_on_device())
+def test_interrupt_in_an_update_during_backward(params: str) -> None:
+    """It comes through at a safe point."""
+    truth = interrupt_an_update(make(), interrupts=False, **everything_on_device())
     with apart():
-        assert_same_tensors(run(**in_memory(make(), params)), truth)
-    assert calls >= 1
+        assert_same_tensors(interrupt_an_update(make(), interrupts=True, **in_memory(make(), params)), truth)
 
 
 @functools.cache

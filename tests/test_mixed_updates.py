@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import LINEAR_BYTES, apart, assert_same_tensors, everything_on_device, host, one_torch_thread
+from early_updates import compare_guesses, fail_in_backward, guesses, train
+from harness import LINEAR_BYTES, apart, assert_same_tensors, everything, everything_on_device, host, one_torch_thread
 from hypothesis import given
 from hypothesis import strategies as st
-from test_host_updates import arrive, early, everything, make, seen_in, train
+from test_host_updates import make, seen_in
 
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
-from swap import Fault, FaultTarget, SwapError
+from swap import Fault, FaultTarget
 
 HOMES = [("cpu", "nvme"), ("none", "nvme"), ("nvme", "cpu")]
 
@@ -40,26 +40,12 @@ def mixed(homes: tuple[str, str], path: Path) -> dict[str, Any]:
 def test_guesses_right_and_wrong_change_no_bit(
     dtype: torch.dtype, state_dtype: str, accumulation: int, homes: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Gradients of every fourth batch are 1000 times as large: that step clips, or overflows in fp16."""
-    scales = {"initial_loss_scale": 2.0**8} if dtype is torch.float16 else {}
-
-    def run(**where: Any) -> tuple[dict[str, torch.Tensor], tuple[int, int], int]:
-        options = {"max_grad_norm": 50.0, "gradient_accumulation_steps": accumulation, "state_dtype": state_dtype}
-        with Engine(make(dtype), AdamW(lr=1e-2), **options, **scales, **where) as engine:
-            for number in range(8 * accumulation):
-                train(engine, number, 1000.0 if number // accumulation % 4 == 3 else 1.0)
-                if (number + 1) % accumulation == 0:
-                    arrive(engine)
-                engine.step()
-                engine._manager.check()
-            assert engine.stats().peak_bytes["cpu"] <= engine.stats().budget_bytes["cpu"]
-            return everything(engine), early(engine), engine.stats().skipped_steps
-
-    truth, none, skipped = run(**everything_on_device())
+    kind = AdamW(lr=1e-2), state_dtype, accumulation
+    truth = guesses(make(dtype), *kind, arrives=False, **everything_on_device())
     with apart():
-        ours, (taken, dropped), our_skipped = run(**mixed(homes, tmp_path))
-    assert_same_tensors(ours, truth)
-    assert our_skipped == skipped and none == (0, 0) and taken >= 8 and dropped >= 2
+        ours = guesses(make(dtype), *kind, arrives=True, **mixed(homes, tmp_path))
+    compare_guesses(ours, truth)
+    assert truth.early == (0, 0) and ours.early[0] >= 8 and ours.early[1] >= 2
     assert not list(tmp_path.iterdir())
 
 
@@ -67,33 +53,14 @@ def test_guesses_right_and_wrong_change_no_bit(
 @pytest.mark.usefixtures("single_torch_thread")
 def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_path: Path) -> None:
     """Fail the n-th: neither half of the unit's update counts, and the step makes it, bit for bit the same."""
-
-    def run(fail: int | None, **where: Any) -> tuple[dict[str, torch.Tensor], bool]:
-        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
-            train(engine, 0)
-            engine.step()
-            engine.drain()
-            store = engine._manager.tiers.store
-            if store is not None and fail is not None:
-                store.inject(Fault(nth=fail, target=target))
-            train(engine, 1)
-            if store is not None:
-                with contextlib.suppress(SwapError):  # whoever needs what has failed meets the error
-                    arrive(engine)
-                    store.drain()
-                engine._manager.advance_updates(engine._step.guess)
-                store.clear_faults()
-            engine.step()
-            engine._manager.check()
-            return everything(engine), early(engine)[1] > 0
-
-    truth, _ = run(None, **everything_on_device())
+    truth = fail_in_backward(make(), target, None, arrives=False, **everything_on_device())
     dropped = 0
     with apart():
-        for fail in range(1, 5):
-            ours, some = run(fail, **mixed(HOMES[0], tmp_path))
-            assert_same_tensors(ours, truth)
-            dropped += some
+        for nth in range(1, 5):
+            ours = fail_in_backward(make(), target, nth, arrives=True, **mixed(HOMES[0], tmp_path))
+            assert_same_tensors(ours.tensors, truth.tensors)
+            assert not ours.again
+            dropped += ours.dropped
     assert dropped, "an early update was among what failed"
 
 

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke
-from harness import WIDTH, apart, assert_same_tensors, everything_on_device, loss_of, one_torch_thread, tight
+from harness import (
+    WIDTH,
+    apart,
+    assert_same_tensors,
+    everything,
+    everything_on_device,
+    loss_of,
+    one_torch_thread,
+    tight,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -304,14 +313,6 @@ def options(path: Path, depth: int = 5, **more: Any) -> dict[str, Any]:
 def folder(path: Path) -> Path:
     path.mkdir()
     return path
-
-
-def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    assert engine.optimizer is not None
-    found = dict(engine.state_dict())
-    for position, state in engine.optimizer.state_dict()["state"].items():
-        found.update({f"{position}.{name}": value for name, value in state.items()})
-    return {name: value.clone() for name, value in found.items()}
 
 
 def train(engine: Engine, number: int) -> None:
