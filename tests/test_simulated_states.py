@@ -15,8 +15,7 @@ from simulated import EAGER, LAZY, at_random, first, fixed, running
 from simulated.faults import WORK, failing
 from simulated.instead import MOVER_STREAMS
 from simulated.kernels import SimulatedKernels, updating
-from test_checkpoints import assert_same, directory, seed
-from test_simulated_checkpoints import SimulatedRun
+from test_simulated_checkpoints import resume_elsewhere
 from test_simulated_engine import LINEAR_BYTES, MIB, loss_of, net, on_cpu, placed, run_net, seen_now
 from test_simulated_faults import in_use
 from torch import nn
@@ -360,25 +359,7 @@ def test_streams_of_the_user(run: Callable[[str, Path], Outcome], tmp_path: Path
 
 @pytest.mark.parametrize(("first", "second"), [("resident", "nvme"), ("cpu", "resident"), ("resident", "partly")])
 def test_resumed_elsewhere(first: str, second: str, tmp_path: Path) -> None:
-    """With a gradient that waits: it is saved and loaded, too."""
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
-    with running(LAZY) as seen:
-        seed()
-        whole = SimulatedRun(placed(first, net(), directory(tmp_path, "a")), **options)
-        with whole.engine:
-            whole.train(range(3))
-            whole.engine.save_checkpoint(tmp_path / "saved", client_state=whole.client_state())
-            digests = whole.engine.digests()
-            whole.train(range(3, 6))
-            truth = whole.outcome()
-        after = SimulatedRun(placed(second, net(), directory(tmp_path, "b")), **options)
-        with after.engine:
-            after.schedule.load_state_dict(after.engine.load_checkpoint(tmp_path / "saved")["schedule"])
-            assert after.engine.digests() == digests
-            after.train(range(3, 6))
-            assert all(torch.equal(a, b) for a, b in zip(after.losses, whole.losses[3:], strict=True))
-            assert_same(after.outcome(), truth)
-    assert seen.races == []
+    resume_elsewhere(first, second, LAZY, tmp_path)
 
 
 def run_reloaded(home: str, path: Path) -> Outcome:
