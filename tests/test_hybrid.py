@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from several_ranks import Ended, Raised, run
 from test_rank_checkpoints import as_bytes
-from test_ranks import Board, bits, gradients
+from test_ranks import Board, bits, drawn_presence, gradients, summed
 from test_stage_1 import (
     CLIP,
     HOMES,
@@ -33,7 +33,7 @@ from test_stage_3 import Deep
 from torch import nn
 
 from offload import AdamW, Engine
-from offload.distributed.exchange import KERNEL_DTYPE, Exchange, parts_of
+from offload.distributed.exchange import KERNEL_DTYPE
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 
@@ -233,44 +233,12 @@ def test_the_sum_has_the_shape_of_the_nodes(data: st.DataObject, shape: Shape, d
     nodes, local = shape
     world = nodes * local
     width = nodes * data.draw(st.integers(1, 5), "elements of a part of a slice")
-    cuts = sorted(data.draw(st.sets(st.integers(0, local * width), max_size=5), "cuts"))
-    slots = list(zip([0, *cuts], [*cuts, local * width], strict=True))
-    flags = st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))
-    batches = data.draw(st.integers(1, 3), "micro-batches")
-    of_ranks = st.lists(flags, min_size=world, max_size=world)
-    present = data.draw(st.lists(of_ranks, min_size=batches, max_size=batches), "present")
+    slots, present = drawn_presence(data, world, local * width)
     room = data.draw(st.integers(4 * world, 4 * world * width + 40), "bytes of a piece")
-    found = gradients(world, batches, local * width, dtype, seed)
+    found = gradients(world, len(present), local * width, dtype, seed)
     expected, arrived = in_shape(found, present, slots, local)
-    totals = [torch.full((width,), float("nan")) for _ in range(world)]
-    failures = list[BaseException]()
-
-    def be(rank: int, ranks: Any) -> None:
-        try:
-            buffers = [torch.full((room,), 255, dtype=torch.uint8) for _ in range(2)]
-            exchange, place = Exchange(ranks, *buffers), rank % local
-            parts, known = parts_of(slots, place * width, (place + 1) * width), [False] * len(slots)
-            for batch, there in zip(found, present, strict=True):
-                known = exchange.add(
-                    batch[rank].clone() if any(there[rank]) else None,
-                    parts,
-                    there,
-                    known,
-                    total=totals[rank].data_ptr(),
-                    numel=local * width,
-                    dtype=dtype,
-                    where="here",
-                )
-            assert known == arrived
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=be, args=each) for each in enumerate(levels(shape))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    totals, known = summed(levels(shape), found, present, slots, room)
+    assert known == [arrived] * world
     for first in range(0, world, local):
         assert bits(torch.cat(totals[first : first + local])) == bits(expected)
 

@@ -362,6 +362,9 @@ class Board:
             received[rank].copy_(rows[self.rank])
         self._barrier.wait(10)
 
+    def fail(self, error: BaseException) -> None:
+        self._barrier.abort()
+
 
 def gradients(world: int, micro_batches: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Return (micro_batches, world, numel) gradients, with magnitudes that make sums depend on their order."""
@@ -396,51 +399,83 @@ def bits(values: torch.Tensor) -> list[int]:
     return list(values.view(torch.int32).tolist())
 
 
-@given(st.data(), st.integers(1, 4), st.sampled_from(list(KERNEL_DTYPE)), st.integers(0, 1000))
-def test_the_sum_of_all_ranks_is_that_of_one_process(
-    data: st.DataObject, world: int, dtype: torch.dtype, seed: int
-) -> None:
-    width = data.draw(st.integers(1, 9), "elements of a slice")
-    cuts = sorted(data.draw(st.sets(st.integers(0, world * width), max_size=5), "cuts"))
-    slots = list(zip([0, *cuts], [*cuts, world * width], strict=True))
+def drawn_presence(data: st.DataObject, ranks: int, numel: int) -> tuple[list[tuple[int, int]], list[list[list[bool]]]]:
+    """Draw the slots of a unit of so many elements; and per micro-batch, rank and slot, whether there is a gradient."""
+    cuts = sorted(data.draw(st.sets(st.integers(0, numel), max_size=5), "cuts"))
+    slots = list(zip([0, *cuts], [*cuts, numel], strict=True))
     flags = st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))
     batches = data.draw(st.integers(1, 3), "micro-batches")
-    of_ranks = st.lists(flags, min_size=world, max_size=world)
-    present = data.draw(st.lists(of_ranks, min_size=batches, max_size=batches), "present")
-    room = data.draw(st.integers(4 * world, 4 * world * width + 40), "bytes of a piece")
-    found = gradients(world, batches, world * width, dtype, seed)
-    expected, arrived = in_order(found, present, slots)
-    totals = [torch.full((width,), float("nan")) for _ in range(world)]
-    rows: list[Any] = [None] * world
-    barrier, failures = threading.Barrier(world), list[BaseException]()
+    of_ranks = st.lists(flags, min_size=ranks, max_size=ranks)
+    return slots, data.draw(st.lists(of_ranks, min_size=batches, max_size=batches), "present")
+
+
+def summed(
+    every: Sequence[Any],
+    found: torch.Tensor,
+    present: Sequence[Sequence[Sequence[bool]]],
+    slots: Sequence[tuple[int, int]],
+    room: int,
+) -> tuple[list[torch.Tensor], list[list[bool]]]:
+    """Let ranks that are threads exchange gradients.
+
+    Args:
+        every: the ranks, each with its node.
+        found: (micro-batches, ranks, elements).
+        present: per micro-batch, rank and slot, whether a gradient is there.
+        slots: the elements of each.
+        room: bytes of a buffer of the exchange.
+
+    Returns:
+        By rank, the sums of its slice, NaN where there are none; and which slots have one.
+    """
+    local, numel = every[0].node.world, found.shape[2]
+    width = numel // local
+    totals = [torch.full((width,), float("nan")) for _ in every]
+    known = [[False] * len(slots) for _ in every]
+    failures = list[BaseException]()
 
     def be(rank: int) -> None:
         try:
-            buffers = [torch.empty(room, dtype=torch.uint8) for _ in range(2)]
-            exchange = Exchange(Board(rank, world, rows, barrier), *buffers)  # type: ignore[arg-type]
-            parts, known = parts_of(slots, rank * width, (rank + 1) * width), [False] * len(slots)
+            buffers = [torch.full((room,), 255, dtype=torch.uint8) for _ in range(2)]
+            exchange, place = Exchange(every[rank], *buffers), rank % local
+            parts = parts_of(slots, place * width, (place + 1) * width)
             for batch, there in zip(found, present, strict=True):
-                known = exchange.add(
+                known[rank] = exchange.add(
                     batch[rank].clone() if any(there[rank]) else None,
                     parts,
                     there,
-                    known,
+                    known[rank],
                     total=totals[rank].data_ptr(),
-                    numel=world * width,
-                    dtype=dtype,
+                    numel=numel,
+                    dtype=found.dtype,
                     where="here",
                 )
-            assert known == arrived
         except BaseException as error:
             failures.append(error)
-            barrier.abort()
+            for ranks in (every[rank].node, every[rank].owners):
+                ranks.fail(error)
 
-    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(world)]
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in range(len(every))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures, failures
+    return totals, known
+
+
+@given(st.data(), st.integers(1, 4), st.sampled_from(list(KERNEL_DTYPE)), st.integers(0, 1000))
+def test_the_sum_of_all_ranks_is_that_of_one_process(
+    data: st.DataObject, world: int, dtype: torch.dtype, seed: int
+) -> None:
+    width = data.draw(st.integers(1, 9), "elements of a slice")
+    slots, present = drawn_presence(data, world, world * width)
+    room = data.draw(st.integers(4 * world, 4 * world * width + 40), "bytes of a piece")
+    found = gradients(world, len(present), world * width, dtype, seed)
+    expected, arrived = in_order(found, present, slots)
+    rows, barrier = [None] * world, threading.Barrier(world)
+    totals, known = summed([Board(rank, world, rows, barrier) for rank in range(world)], found, present, slots, room)
+    assert known == [arrived] * world
     assert bits(torch.cat(totals)) == bits(expected)
 
 
