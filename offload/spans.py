@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 STEP, COMPUTE, WAIT, CPU_ADAM = "step", "compute", "wait", "cpu_adam"
 UPDATES = "updates"  # of the thread that computes: it begins and follows them, beside what it waits for
+UPDATE = "update"  # a span of `COMPUTE`: what a device that is not the CPU updates by itself
 H2D, D2H, NVME_READ, NVME_WRITE = "h2d", "d2h", "nvme_read", "nvme_write"
 COLLECTIVES = "collectives"  # with other ranks
 LANES = (STEP, COMPUTE, WAIT, UPDATES, CPU_ADAM, H2D, D2H, NVME_READ, NVME_WRITE, COLLECTIVES)
@@ -44,7 +45,8 @@ class Spans:
 
     Attributes:
         waited: seconds of all waits so far, per what was waited for. The thread that computes alone writes them.
-        passes: seconds of all forward and backward passes so far. They come one behind the other.
+        passes: seconds of all forward and backward passes so far, and of the device's own updates. They come one behind
+            the other.
     """
 
     def __init__(self, kept: int = KEPT) -> None:

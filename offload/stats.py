@@ -39,7 +39,8 @@ class Stats:
             of ``collectives``: what this rank has sent to others. What it has sent to other nodes' owners of its slice
             is in ``between_nodes``. Of an accelerator, those of ``h2d``, ``d2h`` and ``compute`` are by its
             clock, as far as it is over with them; ``compute`` is from the beginning of a pass to its end there, waits
-            for parameters included. Without a clock, copies have no seconds, and ``compute`` is the host's time.
+            for parameters included, and its own updates. Without a clock, copies have no seconds, and ``compute`` is
+            the host's time.
         hits: uses of a unit that found it on the device; counts are since the engine was made.
         misses: uses that had to start a fetch that nobody had asked for before, and wait for it.
         stalls: uses that waited for a fetch that was asked for ahead: under way, or without room as long as other

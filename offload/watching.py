@@ -24,6 +24,7 @@ from offload.seeing.published import Publisher
 from offload.shards.manager import Manager
 from offload.sizes import short_bytes
 from offload.snapshot import take_sample
+from offload.spans import CPU_ADAM, UPDATE
 
 logger = logging.getLogger(__name__)
 
@@ -248,13 +249,14 @@ def log_line(between: Between, sample: Sample) -> str:
     def ms(seconds: float) -> str:
         return f"{seconds / count * 1e3:.1f} ms"
 
-    update = between.links.get("cpu_adam")
+    here = between.links.get(CPU_ADAM)
+    update_s = between.passes.get(UPDATE, 0.0) + (here.seconds if here else 0.0)  # of the device, and of the CPU
     parts = [f"{what} {ms(between.passes.get(what, 0.0))}" for what in ("forward", "backward")]
-    parts.append(f"updates {ms(update.seconds if update else 0.0)}")
+    parts.append(f"updates {ms(update_s)}")
     waits = [f"{what} {ms(seconds)}" for what, seconds in between.waited.items() if seconds]
     parts.append(f"waiting for {', '.join(waits)}" if waits else "waiting for nothing")
     for name, link in between.links.items():
-        if link.bytes and name != "cpu_adam":
+        if link.bytes and name != CPU_ADAM:
             parts.append(f"{name} {ms(link.seconds)} {short_bytes(link.bytes / count)}")
     if sample.loss is not None:
         parts.append(f"loss {sample.loss:.4f}")

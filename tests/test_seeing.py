@@ -406,6 +406,8 @@ def test_a_line_of_the_log_has_milliseconds_and_bytes_of_a_step() -> None:
         "steps 3 to 6, each 2000.0 ms: forward 500.0 ms; backward 1000.0 ms; updates 250.0 ms; waiting for parameters "
         f"500.0 ms; {links}; loss 1.2500; grad norm 1"
     )
+    own = dataclasses.replace(sample(6), passes={**sample(6).passes, "update": 1.0})  # of a GPU, beside the CPU's
+    assert "; updates 500.0 ms; " in watching.log_line(Between.of(sample(2), own), own)
     alone = watching.log_line(Between.of(sample(5), sample(6)), sample(6, loss=None, norm=None))
     assert alone.startswith("step 6 2000.0 ms: forward") and "loss" not in alone and "norm" not in alone
 

@@ -12,11 +12,15 @@ import torch
 from harness import UNIT_BYTES, working_bytes
 from simulated.clock import Operation, operations, spend
 from simulated.engine import engine_clock, untouched
-from test_simulated_clock_engine import MIB, TINY, llama
+from test_simulated_clock_engine import MIB, MIDDLE, TINY, llama
 
-from offload import AdamW, Engine
+from offload import AdamW, Config, Engine
 from offload.planning.hardware import DESKTOP
-from offload.snapshot import take_spans
+from offload.planning.partition import find_units
+from offload.planning.timing import timing_of
+from offload.planning.work import work_of
+from offload.request import unit_bytes_of
+from offload.snapshot import take_sample, take_spans
 from offload.spans import Span
 from offload.stats import LinkStats
 
@@ -100,6 +104,35 @@ def test_waits_and_updates_are_spans_by_the_clock(ran: Any) -> None:
     assert {span.lane for span in spans} >= {"step", "wait", "cpu_adam"}
     assert {span.name.partition(":")[0] for span in spans if span.lane == "wait"} == {"updates", "parameters"}
     assert all(0 <= span.begin <= span.end <= last < 10 for span in spans)  # virtual seconds, not the machine's
+
+
+def test_what_the_device_updates_itself_is_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is all there, no time of the device seems idle, and what is measured is what a plan counts."""
+    monkeypatch.setattr(torch, "Event", TimedEvent)
+    model, batch = untouched(llama(**MIDDLE)), (1, 2048)
+    tree = find_units(model, max_unit_bytes=unit_bytes_of(Config(), 4 << 30))
+    work = work_of(llama(**MIDDLE, use_cache=False), batch, tree=tree)
+    options: dict[str, Any] = {"device": "sim", "max_memory": {"device": 4 << 30, "cpu": "1GiB"}}
+    ids = torch.zeros(batch, dtype=torch.long, device="sim")
+    with engine_clock(DESKTOP, dry=True, updates=True), Engine(model, AdamW(lr=1e-3), **options) as engine:
+        operations()
+        for _ in range(5):
+            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+            engine.step()
+        engine._parts.device.synchronize()
+        timing = timing_of(engine.plan, work, DESKTOP, micro_batches=1, clips=False)
+        report, manager = engine.report(predicted=timing), engine._life.require_open()
+        spans = [span for span in take_spans(engine._parts, manager).spans if span.name == "update"]
+        sample = take_sample(engine._parts, manager, 0.0)
+        updates = [o for o in operations() if o.lane == "compute" and o.name == "update"]
+        engine.close(restore=False)
+    took_s = sum(o.end - o.begin for o in updates)
+    assert len(spans) == 5 and {span.lane for span in spans} == {"compute"}
+    assert all(any(s.begin <= o.begin + 1e-6 and o.end <= s.end + 1e-6 for s in spans) for o in updates)
+    assert sample.passes["update"] == pytest.approx(took_s, rel=0.02)
+    assert report.lanes["compute"].seconds > 0.97 * report.seconds
+    predicted_s, measured_s = report.compared["compute"]
+    assert measured_s == pytest.approx(predicted_s, rel=0.02) and took_s / 5 > 0.1 * predicted_s
 
 
 def test_a_page_has_no_losses_where_looking_at_one_would_wait(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ class Sample:
         peak_bytes: the most of that so far.
         links: bytes and busy seconds; of an accelerator's copies, those that are known to be over.
         waited: seconds that the thread that computes has waited, per what it waited for.
-        passes: seconds of ``forward`` and of ``backward``, by the device's clock where it has one.
+        passes: seconds of ``forward`` and of ``backward``, by the device's clock where it has one, and of its own
+            ``update``.
         loss: mean of those since the sample before; None where they are not known.
         grad_norm: of the last step, before clipping, if known.
     """

@@ -18,6 +18,7 @@ from offload.planning.units import Unit
 from offload.shards.leases import Leases
 from offload.shards.stream import ALL_STATES, Chunk
 from offload.shards.tiers import Tiers
+from offload.spans import UPDATE
 from offload.spec import Hyper
 
 WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
@@ -56,12 +57,16 @@ class DeviceUpdates:
         assert kernels is not None and there is not None
         leases, steps = Leases(self._tiers), _Steps()
         begun: set[int] = set()
-        with self._tiers.mover.alone():
+        mover = self._tiers.mover
+        with mover.alone():
             try:
                 for unit in units:
                     begun.add(unit.index)
                     self._visit(unit, there.parts(unit, 0, unit.numel), leases, kernels, steps, visit)
+                moment = mover.begin_computing()
                 kernels.steps(steps.made)
+                if moment is not None:
+                    mover.end_computing(UPDATE, moment)
             except BaseException:
                 leases.abandon(begun)
                 raise
