@@ -58,13 +58,23 @@ def measured(times: int, rounds: int, folder: Path) -> dict[str, float]:
         sample = take_sample(engine._parts, manager, time.perf_counter())
         state = watch._state(sample, watching.Between.of(sample, sample))
         rings = Spans()
-        watch._publish_at_s = watch._sample_at_s = float("inf")  # nothing is due
-        engine._parts.steps.run.steps += watching.EVERY_STEP  # nor a sample of the first steps
+        run, seen = engine._parts.steps.run, watch._seen
+        watch._publish_at_s = seen.sample_at_s = float("inf")  # nothing is due
+        run.steps = seen.last_step = watching.EVERY_STEP  # nor a sample of the first steps
+
+        def passes() -> None:
+            watch.begins("forward")
+            watch.passed("forward")
+
+        def steps() -> None:
+            run.steps += 1  # else it would be another run
+            watch.stepped(1.0)
+
         found = {
             "span_us": microseconds(lambda: rings.add("h2d", "copy", 0.0, 1.0, 7), times, rounds),
             "wait_us": microseconds(lambda: rings.add_wait("parameters: a", 0.0, 1.0), times, rounds),
-            "pass_us": microseconds(lambda: watch.passed("forward"), times, rounds),
-            "step_us": microseconds(lambda: watch.stepped(1.0), times, rounds),
+            "pass_us": microseconds(passes, times, rounds),
+            "step_us": microseconds(steps, times, rounds),
             "sample_us": microseconds(lambda: take_sample(engine._parts, manager, 1.0), times // 10, rounds),
             "write_us": microseconds(lambda: publisher.write(state), times // 10, rounds),
         }

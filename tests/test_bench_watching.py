@@ -25,6 +25,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())
     assert found["spans_of_step"] > 0
+    assert found["step_us"] < found["sample_us"] / 10 and found["pass_us"] < found["sample_us"] / 10  # nothing is due
     # at most one sample in 50 ms and one a second for the file, and one write a second
     expected = (found["sample_us"] * (20 + 1) + found["write_us"]) / 1e6
     assert abs(found["bound_share"] - expected) < 1e-9
