@@ -209,6 +209,8 @@ class Activations:
         self._sizes: dict[int, int] = {}  # bytes of these; dicts of numbers: Python looks for garbage among all others
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
+        self._seen_bytes = 0  # the same, by samples alone
+        self._unseen_bytes = 0  # the most by which the former was above the latter, in any pass
         self._early_bytes: int | None = None  # the same, before any gradient was on its way to the host; None: not yet
         self._calm_bytes = 0  # the same, when nothing was under way the last time
         self._spike_bytes = 0  # the most above that moment, in this pass
@@ -293,6 +295,7 @@ class Activations:
         if self._meter is None or self._meter.notes_peaks:
             return 0
         used_bytes = self._used(self._meter.now_bytes())
+        self._seen_bytes = max(self._seen_bytes, used_bytes)
         self._note_used(used_bytes)
         return used_bytes - self.room_bytes
 
@@ -354,7 +357,7 @@ class Activations:
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
                 self._meter.trim()
             self._high_water_bytes = self._meter.high_water_bytes()
-            self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = 0
+            self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = self._seen_bytes = 0
             self._early_bytes = 0 if self._region.leaving_bytes else None  # those of the last pass are in the way
             self._open = True
 
@@ -375,13 +378,15 @@ class Activations:
         self.sample()
         self._note_high_water()
         peak, early, leaving = self._peak_bytes, self._early_bytes or 0, self._region.leaving_bytes
+        self._unseen_bytes = max(self._unseen_bytes, peak - self._seen_bytes)
+        likely = self._seen_bytes + self._unseen_bytes  # a peak that is no record is not seen, and may be there again
         if peak > self.room_bytes + leaving:
             leaving -= self._region.make_room(leaving)  # so that what stays can be told from them
             self._meter.trim()
             grown = self._used(self._meter.now_bytes()) - leaving
             if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
                 self._floor_bytes += grown
-                peak, early = peak - grown, early - grown
+                peak, early, likely = peak - grown, early - grown, likely - grown
         self._spikes.append(self._spike_bytes)
         excess = peak - self.room_bytes - leaving
         if excess > 0:
@@ -393,7 +398,7 @@ class Activations:
             if not self._tight:
                 return  # the next pass tells what it takes with holes
         self._tight = self._tight or excess > 0
-        self._peaks.append(peak)
+        self._peaks.append(likely)
         spare = self.room_bytes + leaving - with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
