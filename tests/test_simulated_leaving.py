@@ -145,6 +145,46 @@ def test_streams_of_the_user(schedule: Schedule, tmp_path: Path) -> None:
     assert seen.races == []
 
 
+class Branch(nn.Module):
+    """A branch without parameters computes on a stream of its own, beside blocks of the other one."""
+
+    def __init__(self, side: torch.Stream | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
+        self.side = [side]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side, current = self.side[0], torch.accelerator.current_stream() if self.side[0] else None
+        x = self.blocks[0](x)
+        if side is not None:
+            side.wait_stream(current)
+        with side or contextlib.nullcontext():
+            a = torch.tanh(2 * torch.tanh(x))  # autograd alone keeps what the inner one has made
+        b = x
+        for block in self.blocks[1:]:
+            b = b + block(b)
+        if current is not None:
+            current.wait_stream(side)
+            a.record_stream(current)
+            x.record_stream(side)
+        return a + b
+
+
+@pytest.mark.parametrize("schedule", [LAZY, at_random(0)], ids=lambda each: each.name)
+def test_what_another_stream_makes_leaves_when_it_is_made(schedule: Schedule, tmp_path: Path) -> None:
+    """Before the two streams meet, and though no parameter is used on that one."""
+    data, rule = [rows(number) for number in range(3)], offload.AdamW(lr=1e-2)
+    truth = train(Branch(None), data, optimizer=rule, loss_of=loss_of, **everything_on_device())
+    room = {"activation_cpu_memory": "8MiB", "activation_nvme_memory": 0, "device": "sim"}
+    with running(schedule) as seen:
+        model, there = Branch(torch.Stream("sim:0")), [each.to("sim") for each in data]
+        ours = train(model, there, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **options(tmp_path, **room))
+    ours.losses = [loss.cpu() for loss in ours.losses]
+    assert_equal(ours, truth)
+    assert seen.races == []
+
+
 class Hungry(Calm):
     """Takes `temporary` bytes more in its last unit."""
 

@@ -201,6 +201,7 @@ class LeavingActivations(Activations):
         return SavedElsewhere(leaver, tensor)
 
     def _begin(self, tensor: torch.Tensor, number: int, size_bytes: int) -> Leaver:
+        self._mover.note_stream()  # who makes it, maybe without any parameter: its copy follows all that compute
         self._last_key += 1
         room = room_for(self._last_key, size_bytes)
         with no_functions(), no_dispatch():
