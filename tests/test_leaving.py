@@ -25,7 +25,7 @@ from offload.activations.away import Away, room_for
 from offload.activations.in_order import InOrder
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import SavedActivation
-from offload.errors import BudgetError, ConfigError, StateError
+from offload.errors import BudgetError, ConfigError, OffloadError, StateError
 from offload.memory.arena import HostArena
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuMover
@@ -894,6 +894,29 @@ def test_what_found_no_room_on_the_device_gives_its_place_in_host_memory_back(
     assert torch.equal(x.grad, gradient(chain))
     del loss
     made.assert_empty()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OffloadError])
+def test_a_wait_that_fails_leaves_the_copy_to_the_next_one(
+    error: type[BaseException], bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its room, and its share of what is near, are given back when it is over."""
+
+    class Torn(Late):
+        def wait(self, timeout_s: float | None = None) -> None:
+            if self is going[0] and not tries:
+                tries.append(self)
+                raise error
+            super().wait()
+
+    made, going, tries = bench(), list[Late](), list[Late]()
+    save = made.mover.save
+    monkeypatch.setattr(made.mover, "save", lambda *place: (save(*place), Torn(going))[1])
+    with made.hooks(), pytest.raises(error):
+        chain(page().requires_grad_())
+    assert tries
+    made.assert_empty()
+    assert made.away.used_bytes == 0
 
 
 def test_a_ledger_that_closes_waits_for_what_is_leaving(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:

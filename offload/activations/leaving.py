@@ -219,7 +219,7 @@ class LeavingActivations(Activations):
         start, copying_s = time.perf_counter(), self._copying_s
         self._let_go(kept_bytes)
         while self._going and self._near.used_bytes > self._near.most_bytes:
-            self._end_going(self._going.popleft())
+            self._end_going()
         end = time.perf_counter()
         self._moving_s += end - start
         start += self._copying_s - copying_s
@@ -268,11 +268,13 @@ class LeavingActivations(Activations):
         self._by_number.pop(record.number, None)
         self._put_away(leaver)
 
-    def _end_going(self, record: _Record) -> None:
-        """Wait for a copy that is no longer among those under way; the device's memory is free then."""
+    def _end_going(self) -> None:
+        """Wait for the first of the copies that are leaving; the device's memory is free then."""
+        record = self._going[0]
         assert record.going is not None
         ticket, held = record.going
         ticket.wait(self._deadline_s)
+        self._going.popleft()  # not before: what is late is still under way
         record.going = None
         leaver = record.leaver()
         if leaver is None or leaver.held is not held:
@@ -419,7 +421,7 @@ class LeavingActivations(Activations):
         assert record.coming is not None
         copy, held = record.coming
         copy.wait(self._deadline_s)
-        self._coming.remove(record)  # not before: what is late is still under way
+        self._coming.remove(record)  # not before, as above
         record.coming = None
         if held is None:
             self._behind_bytes -= record.size_bytes
@@ -520,7 +522,7 @@ class LeavingActivations(Activations):
         """Let all leave that may, and wait until they have."""
         self._let_go(0)
         while self._going:
-            self._end_going(self._going.popleft())
+            self._end_going()
         self.refund()
 
     def is_empty(self) -> bool:
@@ -547,7 +549,7 @@ class LeavingActivations(Activations):
     def _end_all(self) -> None:
         """Wait for the copies under way."""
         while self._going:
-            self._end_going(self._going.popleft())
+            self._end_going()
         while self._coming:
             self._end_coming(self._coming[0])
 
@@ -571,7 +573,7 @@ class LeavingActivations(Activations):
         while self._gone:
             self._bury(self._gone.popleft())
         while self._going and self._going[0].going is not None and self._going[0].going[0].done():
-            self._end_going(self._going.popleft())
+            self._end_going()
         while self._coming and self._coming[0].coming is not None and self._coming[0].coming[0].done():
             self._end_coming(self._coming[0])
         if self._used_up:
