@@ -16,6 +16,8 @@ from harness import run as train
 from hypothesis import given
 from hypothesis import strategies as st
 from test_activations import FakeRegion
+from test_interrupted_calls import _default_handler as _default_handler  # a fixture
+from test_interrupted_calls import interrupt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +27,7 @@ from offload.activations.away import Away, room_for
 from offload.activations.in_order import InOrder
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import SavedActivation
+from offload.activations.near import Near
 from offload.errors import BudgetError, ConfigError, OffloadError, StateError
 from offload.memory.arena import HostArena
 from offload.memory.budget import Budget, Tier
@@ -1018,6 +1021,31 @@ def test_evaluation_and_dropped_graphs_take_no_room(tmp_path: Path) -> None:
         collect()
         assert engine._parts.activations.is_empty()
         assert engine.stats().used_bytes["device"] == engine.plan.arena_bytes[Tier.DEVICE]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Gaps, "take"), (CpuMover, "save"), (Near, "save")])
+def test_an_interrupt_waits_until_what_is_kept_is_noted(
+    owner: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a forward that was called on the module itself, of which no block of the engine's is around."""
+    made, keep = list[object](), LeavingActivations.keep
+
+    def noted(ledger: LeavingActivations, tensor: torch.Tensor) -> SavedActivation | SavedElsewhere:
+        made.append(None)
+        saved = keep(ledger, tensor)
+        made.pop()
+        return saved
+
+    with offload.Engine(net(), offload.AdamW(), **options(tmp_path)) as engine:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(LeavingActivations, "keep", noted)
+            interrupt(patch, owner, name, nth=2, behind=True)
+            engine.module(rows(0))
+        assert not made
+        collect()
+        activations = engine._parts.activations
+        assert isinstance(activations, LeavingActivations)
+        assert activations.is_empty() and not activations.has_left()
 
 
 def test_in_place_changes_are_refused_in_a_module(tmp_path: Path) -> None:

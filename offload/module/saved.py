@@ -88,7 +88,7 @@ class SavedTensors:
         if tensor.device != self._device:
             return SavedActivation(tensor)
         if self._leaving is not None:
-            return self._leaving.keep(tensor)
+            return self._deferral.around(self._leaving.keep, tensor)
         return SavedActivation(tensor, self._activations, address)
 
     def unpack(self, saved: object) -> torch.Tensor:
