@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,27 @@ def test_a_unit_is_left_to_the_forward_if_the_last_micro_batch_brings_one_of_its
         for _ in range(2):
             bench.manager.add_gradient(2, 0, gradient, final=True, backward_pass=1)
         bench.manager.advance_updates(bench.guess)
-        assert bench.asked and not bench.early.has_begun(2) and not bench.early.has_more_to_do
+        assert not bench.early.has_begun(2) and not bench.early.has_more_to_do
+
+
+def test_a_unit_is_begun_when_the_last_of_its_gradients_is_there_not_when_it_is_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As beside an accelerator: an earlier micro-batch brought the one that is still on its way."""
+    with watching(sizes=(CHUNK, CHUNK)) as bench:
+        gradient, on_their_way = torch.ones(CHUNK, dtype=torch.bfloat16), deque[Callable[[], None]]()
+        bench.manager.add_gradient(2, 0, gradient, final=False)
+
+        def read(tensor: torch.Tensor, use: Callable[[int], None], **_: object) -> None:
+            on_their_way.append(lambda: use(tensor.data_ptr()))
+
+        monkeypatch.setattr(bench.manager.tiers.mover, "read_tensor", read)
+        for slot in (1, 0):
+            bench.manager.add_gradient(2, slot, gradient, final=True)
+        for is_whole in (False, True):
+            on_their_way.popleft()()
+            bench.manager.advance_updates(bench.guess)
+            assert (bench.early.has_begun(2), bench.early.has_more_to_do) == (is_whole, is_whole)
 
 
 @pytest.mark.parametrize(("required", "gone"), [(False, 1), (True, 2)], ids=["prefetch", "needed now"])

@@ -10,6 +10,7 @@ import copy
 import re
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ import offload
 from offload import AdamW, Engine
 from offload.memory import devices, page_lock
 from offload.memory.arena import view_at
+from offload.shards.manager import Manager
 from offload.shards.shard import Event
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
@@ -269,6 +271,55 @@ def test_updates_during_backward(dtype: torch.dtype, home: str, tmp_path: Path) 
             ours = run_net(home, tmp_path, dtype=dtype, max_grad_norm=None)
         assert_equal(on_cpu(ours), truth)
         assert seen.races == [], schedule.name
+
+
+class Pair(nn.Module):
+    """A unit of two layers; a micro-batch may pass the second one by, as one without images does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: tuple[torch.Tensor, bool]) -> tuple[torch.Tensor, bool]:
+        x, both = given
+        x = torch.tanh(self.first(x))
+        return (torch.tanh(self.second(x)) if both else x), both
+
+
+def pairs() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Pair() for _ in range(3)))
+
+
+def run_pairs(model: nn.Module, **where: Any) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the parameters after three steps, whose first micro-batch of two passes layers by; and early updates."""
+    with Engine(model, AdamW(lr=1e-2), gradient_accumulation_steps=2, **where) as engine:
+        for number in range(6):
+            given = (batch(number).to(engine.device), number % 2 == 1)
+            engine.backward(engine(given)[0].sub(1).pow(4).mean())
+            engine.step()
+        return engine.state_dict(), engine.stats().early_units
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_no_update_is_made_from_a_gradient_that_is_on_its_way(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers that the last micro-batch alone reaches come first; then the others are handed over, too."""
+    truth, _ = run_pairs(pairs(), **everything_on_device())
+    advance = Manager.advance_updates
+
+    def advance_late(manager: Manager, guess: Any) -> None:
+        """Look when no unit is handed over in part, and what the reader was sent is used."""
+        if all(sum(known.final_adds) in (0, 4) for known in manager.gradients._gradients.values()):
+            wait([sent.used for sent in manager.tiers.mover._gradients._flying])  # type: ignore[attr-defined]
+            advance(manager, guess)
+
+    monkeypatch.setattr(Manager, "advance_updates", advance_late)
+    with running(LAZY) as seen:
+        ours, early = run_pairs(pairs(), **placed(home, pairs(), tmp_path, unit_bytes=2 * LINEAR_BYTES))
+    assert_same_tensors(ours, truth)
+    assert seen.races == [] and early > 0
 
 
 @pytest.mark.few

@@ -42,10 +42,11 @@ class Gradient:
 
     Attributes:
         arrived: per slot, whether a gradient has come since the last step.
-        missing: slots whose gradient has not come in the current backward.
+        missing: slots whose gradient has not come since there was one of each.
         sums: per slot, the sum of squares and number of non-finite elements of the final gradient, None until known.
         passes: per slot, the backward pass in which it came last, and how many have brought one.
         final_adds: per slot, gradients that were taken, or are about to be, with no further micro-batch to come.
+        final_come: per slot, those of them that are there.
         handed_over: gradients that the mover was given since it had one of each slot.
     """
 
@@ -54,13 +55,15 @@ class Gradient:
     sums: list[tuple[float, int] | None]
     passes: list[tuple[int, int]]
     final_adds: list[int]
+    final_come: list[int]
     handed_over: int = 0
 
     @classmethod
     def of(cls, unit: Unit) -> Gradient:
         """Return that of a unit of which nothing has arrived."""
         slots = len(unit.slots)
-        return cls([False] * slots, set(range(slots)), [None] * slots, [(-1, 0)] * slots, [0] * slots)
+        final_adds, final_come = [0] * slots, [0] * slots
+        return cls([False] * slots, set(range(slots)), [None] * slots, [(-1, 0)] * slots, final_adds, final_come)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,8 +185,9 @@ class Gradients:
             gradient.missing = set(range(len(shard.unit.slots)))
             if shard.home is Tier.NVME:
                 self._copies.start_flush(shard)
-            if final:
-                self._completed.append(shard.unit.index)
+        gradient.final_come[slot] += final
+        if final and gradient.final_come[slot] == 1 and all(gradient.final_come):
+            self._completed.append(shard.unit.index)
 
     def begin_backward(self, reached: Callable[[], Collection[Where] | None]) -> None:
         """Begin a backward pass; nothing where there is one rank."""
@@ -218,9 +222,10 @@ class Gradients:
         return max((count for known in self._gradients.values() for _, count in known.passes), default=0)
 
     def is_whole(self, index: int) -> bool:
-        """Tell whether each parameter's gradient has come once since the last micro-batch, and all are there."""
+        """Tell whether each parameter's gradient has come once in the last micro-batch, and none is on its way."""
         gradient = self._gradients[index]
-        return all(many == 1 for many in gradient.final_adds) and all(gradient.arrived)
+        counts = zip(gradient.final_adds, gradient.final_come, strict=True)
+        return all(given == come == 1 for given, come in counts) and all(gradient.arrived)
 
     def sums(self, index: int) -> list[tuple[float, int] | None]:
         """Return per slot (sum of squares, non-finite elements) of the step's gradient; None where none has arrived.
