@@ -15,7 +15,7 @@ from offload import deepspeed
 from offload.errors import ConfigError
 from offload.integrations.deepspeed.config import FILLED, Translation, config_from, nvme_path_of
 from offload.integrations.deepspeed.keys import ROWS, Does, find, markdown, names_in
-from offload.integrations.deepspeed.schedules import BY_NAME
+from offload.integrations.deepspeed.schedules import BY_NAME, make_schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"train_batch_size": 4}
@@ -323,6 +323,24 @@ def test_auto_is_filled_from_arguments() -> None:
     assert found.scheduler.params == warmup
 
 
+@pytest.mark.parametrize(
+    ("said", "steps"),
+    [
+        ({"warmup_steps": 100.0, "max_steps": 1000}, 100),  # transformers 5 has steps and shares in one float
+        ({"warmup_steps": 100.0, "max_steps": -1}, 100),
+        ({"warmup_steps": 1.0, "max_steps": 1000}, 1),
+        ({"warmup_steps": 0.05, "max_steps": 1000}, 50),
+        ({"warmup_steps": 0, "warmup_ratio": 0.0, "max_steps": -1}, 0),
+        ({"warmup_steps": 0.0, "warmup_ratio": None, "max_steps": 1000}, 0),
+    ],
+)
+def test_steps_of_warm_up_are_those_of_transformers(said: dict[str, Any], steps: int) -> None:
+    section = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    found = config_from({"train_batch_size": 1, "scheduler": section}, args=SimpleNamespace(**said))
+    assert found.scheduler is not None and found.scheduler.params == {"warmup_num_steps": steps}
+    assert make_schedule(torch_optimizer(), None, found.scheduler).warmup_num_steps == max(2, steps)  # as in DeepSpeed
+
+
 @pytest.mark.parametrize("path", sorted(FILLED))
 def test_auto_that_nobody_fills_is_named(path: str) -> None:
     assert message(nested(path, "auto")).startswith(path)
@@ -473,7 +491,7 @@ def test_a_schedule_that_begins_late_leaves_the_rates() -> None:
 @pytest.mark.parametrize(
     ("name", "params"),
     [
-        ("WarmupLR", {"warmup_num_steps": 0}),
+        ("WarmupLR", {"warmup_num_steps": -1}),
         ("WarmupLR", {"warmup_type": "cubic"}),
         ("WarmupLR", {"warmup_min_lr": [0.1]}),
         ("WarmupCosineLR", {"total_num_steps": 4, "warmup_num_steps": 1.5}),

@@ -269,11 +269,14 @@ def _total_steps(args: Any) -> int | None:
 
 
 def _warmup_steps(args: Any) -> int | None:
+    """Return the steps of the rise as transformers counts them: from 1 on they are steps, below a share of all."""
     steps, total = getattr(args, "warmup_steps", None), _total_steps(args)
-    if isinstance(steps, int) and steps > 0:
-        return steps
-    ratio = getattr(args, "warmup_ratio", None) or steps  # newer versions have both in warmup_steps
-    return None if total is None or ratio is None else -int(-total * ratio // 1)
+    if steps is not None and steps >= 1:
+        return int(steps)  # transformers 5 has a float
+    share = getattr(args, "warmup_ratio", None) or steps
+    if share == 0:
+        return 0
+    return None if total is None or share is None else -int(-total * share // 1)
 
 
 def _train_batch(args: Any) -> int | None:

@@ -113,8 +113,8 @@ class Warmup(Schedule):
         Raises:
             ConfigError: an argument is out of its range.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"warmup_num_steps: expected a whole number of at least 1 but got {steps!r}")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"warmup_num_steps: expected a whole number of at least 0 but got {steps!r}")
         if kind not in ("log", "linear"):
             raise ConfigError(f'warmup_type: expected "log" or "linear" but got {kind!r}')
         self.warmup_num_steps, self.warmup_type = max(2, steps), kind
