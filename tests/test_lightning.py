@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning
 import pytest
 import torch
@@ -307,6 +308,111 @@ def test_a_checkpoint_is_loaded_without_a_trainer(whole: bool, tmp_path: Path) -
         assert name.startswith("_extra") or torch.equal(value, truth[name]), name
     again = door_of_lightning.load_from_checkpoint(Saved, str(path), rate=0.25)
     assert again.hparams.rate == 0.25 and again.hparams.seed == 1
+
+
+def save(trainer: Any, path: Path | str, alone: bool) -> dict[str, Any]:
+    """Save, the weights `alone` if so; returns what is found at the path again."""
+    trainer.save_checkpoint(path, weights_only=alone)
+    assert os.path.isfile(path) == alone
+    found: dict[str, Any] = door_of_lightning.load_from_checkpoint(Saved, path).state_dict()
+    return found
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> Iterator[Any]:
+    """Yield a trainer with an engine that has trained a step."""
+    door = OffloadStrategy(max_memory={"device": "32MiB", "cpu": "64MiB"})
+    trainer = lightning_trainer(tmp_path / "trainer", strategy=door, max_steps=1)
+    trainer.fit(Saved(seed=1), torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4))
+    with trainer.strategy.engine:
+        yield trainer
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_file_replaces_a_folder_and_a_folder_a_file(alone: bool, saver: Any, tmp_path: Path) -> None:
+    """As files replace files with Lightning, of which a run is resumed with the same `dirpath`."""
+    path = tmp_path / "kept" / "last.ckpt"
+    before = save(saver, path, not alone)["first.weight"]
+    saver.strategy.engine.apply(lambda name, parameter: parameter.zero_())
+    assert before.any() and not save(saver, str(path), alone)["first.weight"].any()
+    assert [each.name for each in path.parent.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_not_replaced_is_as_it_was(alone: bool, saver: Any, tmp_path: Path) -> None:
+    path = tmp_path / "kept" / "last.ckpt"
+    before = save(saver, path, not alone)["first.weight"]
+    saver.strategy.checkpoint_io = FullAt(1)
+    with pytest.raises(OSError, match="No space left"):
+        saver.save_checkpoint(path, weights_only=alone)
+    assert path.is_dir() == alone
+    assert torch.equal(door_of_lightning.load_from_checkpoint(Saved, path).state_dict()["first.weight"], before)
+    assert [each.name for each in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_folder_of_others_is_not_replaced(saver: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").touch()
+    with pytest.raises(CheckpointError, match="there is no checkpoint|another folder is there"):
+        saver.save_checkpoint(tmp_path / "mine", weights_only=True)
+    saver.strategy.engine.save_checkpoint(tmp_path / "engine")
+    with pytest.raises(CheckpointError, match="another folder is there; save to another path"):
+        saver.save_checkpoint(tmp_path / "engine", weights_only=True)
+    assert (tmp_path / "mine" / "notes").exists() and (tmp_path / "engine" / "latest").exists()
+
+
+def test_a_url_is_refused_before_training(saver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a folder below the one that the process is in. Lightning writes files of weights there."""
+    monkeypatch.chdir(tmp_path)
+    log = Log()
+    trainer = lightning_trainer(
+        tmp_path,
+        strategy=strategy(nvme, tmp_path),
+        callbacks=[ModelCheckpoint(dirpath="memory://run")],
+        enable_checkpointing=True,
+    )
+    with pytest.raises(ConfigError, match=r"dirpath: expected a folder on a file system.* but got memory://run; name"):
+        trainer.fit(lightning_module(model(), adam, log), loader())
+    with pytest.raises(ConfigError, match="but got memory://run/whole.ckpt"):
+        saver.save_checkpoint("memory://run/whole.ckpt")
+    saver.save_checkpoint("memory://run/weights.ckpt", weights_only=True)
+    assert fsspec.filesystem("memory").isfile("/run/weights.ckpt")
+    assert not log.losses and not Path("memory:").exists()
+
+
+class OwnBackward(Saved):
+    """Counts its backward passes."""
+
+    passes = 0
+
+    def backward(self, loss: torch.Tensor, *given: Any, **more: Any) -> None:
+        self.passes += 1
+        super().backward(loss, *given, **more)
+
+
+def test_a_backward_of_the_module_is_called_or_refused(tmp_path: Path) -> None:
+    for precision in ("32-true", "16-true"):
+        door, module = OffloadStrategy(max_memory={"device": "32MiB", "cpu": "64MiB"}), OwnBackward(seed=1)
+        trainer = lightning_trainer(tmp_path, strategy=door, max_steps=2, precision=precision)
+        batches = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+        if precision == "32-true":
+            trainer.fit(module, batches)
+            assert module.passes == 2
+            door.engine.close()
+            continue
+        with pytest.raises(ConfigError, match="backward: expected LightningModule's but got one of OwnBackward"):
+            trainer.fit(module, batches)
+
+
+def test_the_device_is_the_one_that_the_trainer_has_chosen() -> None:
+    door = OffloadStrategy(accelerator=lightning.pytorch.accelerators.CUDAAccelerator())
+    door.parallel_devices = [torch.device("cuda", 1)]
+    assert door.root_device == torch.device("cuda", 1)
+    door.parallel_devices = None
+    assert door.root_device == torch.device("cuda", 0)
+    named = OffloadStrategy(device="cpu", accelerator=lightning.pytorch.accelerators.CUDAAccelerator())
+    named.parallel_devices = [torch.device("cuda", 1)]
+    assert named.root_device == torch.device("cpu")
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

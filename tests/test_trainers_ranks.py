@@ -328,6 +328,71 @@ def without_room(rank: int, path: str) -> str:
     return "nothing"
 
 
+def uneven(rank: int, path: str) -> dict[str, Any]:
+    """Evaluate other numbers of batches on each rank, with metrics that ask torch's process group; save behind it."""
+    import torchmetrics
+    from lightning.pytorch import LightningModule
+
+    class Measured(LightningModule):
+        def __init__(self, core: torch.nn.Module) -> None:
+            super().__init__()
+            self.core, self.means = core, torch.nn.ModuleList([torchmetrics.MeanMetric() for _ in range(2)])
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            loss: torch.Tensor = self.core(**batch).loss
+            return loss
+
+        def validation_step(self, batch: Any, number: int, dataloader_idx: int = 0) -> None:
+            mean: Any = self.means[dataloader_idx]
+            mean.update(self.core(**batch).loss)
+            self.log(f"mean_{dataloader_idx}", mean, add_dataloader_idx=False)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adam(self.core)
+
+    launched(rank, WORLD)
+    found = {}
+    batches = [torch.utils.data.DataLoader(rows(1 + each), batch_size=1) for each in (rank, WORLD - rank)]
+    for name in ("fit", "validate"):
+        trainer = lightning_trainer(
+            Path(path),
+            devices=WORLD,
+            max_steps=2,
+            strategy=offload.lightning.OffloadRanksStrategy(stage=3, **placed(path)),
+            use_distributed_sampler=False,
+            val_check_interval=1,
+        )
+        module, data = Measured(model()), torch.utils.data.DataLoader(rows(2), batch_size=1)
+        if name == "fit":
+            trainer.fit(module, data, batches[0])
+        trainer.validate(module, batches, verbose=False)
+        trainer.save_checkpoint(f"{path}/{name}.ckpt")
+        found[name] = {each: float(value) for each, value in trainer.callback_metrics.items()}
+        trainer.strategy.engine.close()
+    return found
+
+
+class OwnBackward(torch.nn.Module):
+    """What a module has that runs backward itself."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+def refused_backward(rank: int, path: str) -> str:
+    """Return how a module with a backward of its own is refused."""
+    launched(rank, WORLD)
+    strategy = offload.lightning.OffloadRanksStrategy(stage=2, **placed(path))
+    module = lightning_module(model(), adam, Log())
+    module.__class__ = type("Own", (OwnBackward, type(module)), {})
+    trainer = lightning_trainer(Path(path), devices=WORLD, max_steps=1, strategy=strategy)
+    try:
+        trainer.fit(module, torch.utils.data.DataLoader(rows(WORLD), batch_size=1))
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
 # --- all of a library, so that it is imported once --------------------------------------------------------------------
 
 SCENARIOS: dict[str, tuple[Callable[..., dict[str, Any]], Any]] = {
@@ -454,6 +519,20 @@ def test_lightning_tells_all_processes_that_a_save_failed(tmp_path: Path) -> Non
     assert first == "OSError: [Errno 28] No space left on device"
     assert all(text.startswith("RanksError: rank 0: OSError") for text in others), others
     assert [each.name for each in (tmp_path / "kept.ckpt").iterdir()] == [".lock"]
+
+
+def test_lightning_evaluates_other_numbers_of_batches(tmp_path: Path) -> None:
+    """A rank that is done serves the others until they are; one that only evaluates saves once."""
+    found = agreed(run(uneven, WORLD, str(tmp_path), limit_s=240.0))
+    assert found["fit"].keys() == {"mean_0", "mean_1"} == found["validate"].keys()
+    assert found["fit"] != found["validate"]
+    for name in found:
+        assert (tmp_path / f"{name}.ckpt" / "latest").is_file()
+
+
+def test_lightning_refuses_a_backward_of_the_module(tmp_path: Path) -> None:
+    every = run(refused_backward, WORLD, str(tmp_path), limit_s=240.0)
+    assert all(text.startswith("backward: expected LightningModule's but got one of Own") for text in every), every
 
 
 def test_one_process_with_several_devices_is_refused(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ and saves. A checkpoint is the engine's, whose folder has Lightning's own values
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,13 +24,14 @@ from offload.checkpoint.restoring import read_state_dict
 from offload.classes import is_a
 from offload.config import Config
 from offload.engine import Engine
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 from offload.integrations.libraries import is_closed, refuse_two_sides, require, trains_float16
 from offload.module.clipping import clip_handles, handles_of
 from offload.run_state import drawn_so_far, set_drawn
 from offload.several import APART
 
 require("lightning", "2.4", door="offload.lightning")
+from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
 from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
@@ -78,8 +81,9 @@ class _Offloading(_Strategy):  # type: ignore[misc]
         """Set up as ever, and make the engine where ``fit`` has not.
 
         Raises:
-            ConfigError: both sides accumulate or clip, there are several optimizers, or batch norms of several
-                processes would have to wait for each other.
+            ConfigError: both sides accumulate or clip, there are several optimizers, batch norms of several processes
+                would have to wait for each other, checkpoints would go to a URL, or a backward of the module would not
+                be called.
         """
         if getattr(self, "_layer_sync", None) is not None:
             raise ConfigError(
@@ -88,6 +92,9 @@ class _Offloading(_Strategy):  # type: ignore[misc]
             )
         if trainer.state.fn == TrainerFn.FITTING:
             _warn_of_uploads(trainer.loggers)
+            for each in trainer.checkpoint_callbacks:
+                if not getattr(each, "save_weights_only", False):
+                    _refuse_url(getattr(each, "dirpath", None))
         super().setup(trainer)
         if self.engine is not None and (is_closed(self.engine) or self.engine.module is not self.model):
             self.engine.close(restore=True)
@@ -127,6 +134,8 @@ class _Offloading(_Strategy):  # type: ignore[misc]
             gradient_reduction="sum",  # Lightning has divided the loss
         )
         assert self.model is not None
+        if optimizer is not None and (options.dtype == "float16" or self._takes_backward(self.model)):
+            _refuse_own_backward(self.lightning_module)
         stage = APART if optimizer is None and self.world_size > 1 else self._stage if optimizer is not None else None
         self.engine = _FittedEngine(self.model, optimizer, config, stage=stage)
         return self.engine
@@ -143,13 +152,17 @@ class _Offloading(_Strategy):  # type: ignore[misc]
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run backward; of float16, from the loss times the loss scale; of several processes, from their mean loss."""
         engine, module, world = self.engine, self.lightning_module, self.world_size
-        if engine is None or module is None or not (world > 1 or trains_float16(module)):
+        if engine is None or module is None or not self._takes_backward(module):
             loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
             return loss
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         engine.backward(loss if world == 1 else loss / world, **kwargs)
         loss = self.precision_plugin.post_backward(loss, module)
         return loss
+
+    def _takes_backward(self, module: torch.nn.Module) -> bool:
+        """Tell whether backward is the engine's: it scales the loss, or adds the gradients of several processes."""
+        return self.world_size > 1 or trains_float16(module)
 
     @property
     def precision_plugin(self) -> Any:
@@ -186,16 +199,34 @@ class _Offloading(_Strategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a folder with the engine's checkpoint; without an optimizer's state, a file of Lightning's as ever."""
-        if "optimizer_states" not in checkpoint or self.engine is None:
+        """Save a folder with the engine's checkpoint; without an optimizer's state, a file of Lightning's as ever.
+
+        What an earlier save has left at the path is replaced, be it a folder or a file.
+
+        Raises:
+            CheckpointError: a folder is there that is no checkpoint of this door, or the engine cannot save.
+            ConfigError: the engine's checkpoint would go to a URL.
+        """
+        engine = self.engine if "optimizer_states" in checkpoint else None
+        if engine is not None:
+            _refuse_url(filepath)
+        is_other = _is_checkpoint if engine is None else os.path.isfile
+        with _put_aside(filepath) if self.is_global_zero and is_other(filepath) else contextlib.nullcontext():
+            if engine is not None:
+                self._save(engine, checkpoint, filepath, storage_options)
+                return
             assert self.lightning_module is not None
             if self.is_global_zero:  # others write nothing
                 checkpoint["state_dict"] = self.lightning_module.state_dict()
                 self.lightning_module.on_save_checkpoint(checkpoint)  # which has seen no weights before
             super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        checkpoint[TIED] = _tied(self.engine.module)
-        self.engine.save_with(filepath, lambda folder: self._write(checkpoint, folder / FILE, storage_options))
+
+    def _save(self, engine: _FittedEngine, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Save a folder with the engine's checkpoint."""
+        if engine.optimizer is None and not self.is_global_zero:
+            return  # of several processes, each has an engine of its own that only evaluates
+        checkpoint[TIED] = _tied(engine.module)
+        engine.save_with(filepath, lambda folder: self._write(checkpoint, folder / FILE, storage_options))
         super().remove_checkpoint(os.path.join(filepath, FILE))  # an earlier version's, whose checkpoint is replaced
 
     def _write(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
@@ -282,6 +313,7 @@ class OffloadStrategy(_Offloading, SingleDeviceStrategy):  # type: ignore[misc]
         """
         self._options = Config.load(config, **options)
         self._folder = None
+        self._devices: Sequence[torch.device] = ()
         self.engine = None
         device = "cpu" if self._options.device is None else self._options.device
         super().__init__(device, accelerator, checkpoint_io, precision_plugin)
@@ -291,12 +323,12 @@ class OffloadStrategy(_Offloading, SingleDeviceStrategy):  # type: ignore[misc]
         """The engine's device."""
         if self._options.device is not None or self.accelerator is None or isinstance(self.accelerator, CPUAccelerator):
             return torch.device(self._options.device or "cpu")
-        found: torch.device = self.accelerator.get_parallel_devices([0])[0]
+        found: torch.device = (self._devices or self.accelerator.get_parallel_devices([0]))[0]
         return found
 
     @property
     def parallel_devices(self) -> None:
-        """None: there is one device. Lightning assigns those that the trainer has.
+        """None: there is one device. Lightning assigns those that the trainer has, of which the engine takes the one.
 
         Raises:
             ConfigError: it has several.
@@ -310,6 +342,7 @@ class OffloadStrategy(_Offloading, SingleDeviceStrategy):  # type: ignore[misc]
                 f"devices: expected one but got {len(devices)}; pass devices=1, or a process for each by "
                 "strategy=offload.lightning.OffloadRanksStrategy(...)"
             )
+        self._devices = devices or ()
 
 
 class _OneModel(DDPStrategy):  # type: ignore[misc]
@@ -377,6 +410,32 @@ class OffloadRanksStrategy(_Offloading, _OneModel):
         if self.engine is not None:
             self.engine.wait_for_ranks(where)
 
+    def _meet_behind(self, step: Sequence[Any]) -> None:
+        """With slices of parameters, meet behind a loader's last batch: what asks torch's process group comes next.
+
+        That are metrics of torchmetrics, and Lightning's loop before each training batch. Processes may have other
+        numbers of batches, so they do not meet behind each.
+        """
+        if self.engine is None or not self.engine.plan.request.slices_parameters:
+            return
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer._evaluation_loop
+        of_several = len(step) == 3  # batch, its number, that of its loader
+        if loop._data_fetcher.done or (of_several and step[1] + 1 == loop.max_batches[step[2]]):
+            self._meet("the last batch of an evaluation")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Validate a batch."""
+        found = super().validation_step(*args, **kwargs)
+        self._meet_behind(args)
+        return found
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test a batch."""
+        found = super().test_step(*args, **kwargs)
+        self._meet_behind(args)
+        return found
+
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all processes."""
         self._meet("barrier")
@@ -433,6 +492,52 @@ def _find(path: str | Path) -> tuple[Path, Path]:
     return folder, inside if inside.exists() else Path(path) / FILE  # there, earlier versions wrote it
 
 
+def _refuse_url(path: Any) -> None:
+    """Refuse a URL, which an engine would take for a folder below the one that the process is in.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if "://" in str(path):
+        raise ConfigError(
+            f"dirpath: expected a folder on a file system that is mounted but got {path}; name one, and upload what is "
+            "saved there, or pass save_weights_only=True, whose files Lightning writes"
+        )
+
+
+def _is_checkpoint(path: Any) -> bool:
+    """Tell whether a folder is at a path where a file is to be; one of this door may be replaced.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    if "://" in str(path) or not os.path.isdir(path):
+        return False
+    if not _find(path)[1].exists():
+        raise CheckpointError(
+            f"checkpoint {path}: expected a checkpoint that is replaced, or nothing of this name, but another folder "
+            "is there; save to another path, or move it away"
+        )
+    return True
+
+
+@contextlib.contextmanager
+def _put_aside(path: str | Path) -> Iterator[None]:
+    """Have nothing at a path in the block; what was there is deleted behind it, and comes back if it raises."""
+    folder, name = os.path.split(os.path.abspath(path))
+    aside = tempfile.mkdtemp(prefix=f"{name}.", dir=folder)
+    kept = os.path.join(aside, name)
+    os.rename(path, kept)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)  # of a save that has failed
+        os.rename(kept, path)
+        os.rmdir(aside)
+        raise
+    shutil.rmtree(aside)
+
+
 def _as_file(folder: str | Path, kept: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a file of Lightning's would have: what it `kept` in the folder, with the weights of the engine.
 
@@ -452,6 +557,20 @@ def _warn_of_uploads(loggers: Iterable[Any]) -> None:
                 "upload what `python -m offload checkpoint export` writes, or save with save_weights_only=True",
                 type(each).__name__,
             )
+
+
+def _refuse_own_backward(module: Any) -> None:
+    """Refuse a module with a backward of its own, where the engine's takes its place.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if type(module).backward is not LightningModule.backward:
+        raise ConfigError(
+            f"backward: expected LightningModule's but got one of {type(module).__name__}, which would not be called: "
+            "with several processes or float16, the engine's scales the loss and adds gradients; scale the loss in "
+            "training_step, or train one process in another dtype"
+        )
 
 
 def _tied(module: torch.nn.Module) -> dict[str, str]:
