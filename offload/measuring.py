@@ -32,6 +32,9 @@ from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
 from offload.memory.limits import free_host_bytes, total_host_bytes
 from offload.memory.machine import cpu_name, queued_s
+from offload.optim.copies import is_plain
+from offload.optim.probe import OwnHyper
+from offload.optim.rules import StepOf, rule_of
 from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.moved import update_bytes
 from offload.planning.plan import Plan
@@ -146,26 +149,27 @@ class Here:
         """Return the machine's numbers.
 
         Args:
-            optimizer: whose updates are measured; one of torch for another model, of which the class and options count.
+            optimizer: whose updates are measured; of another model, so that its class and options count.
             state_dtype: in which it keeps its states.
             paths: directories on the drives; where none is named, the drive has no speed.
             chunk_numel: elements that are updated at once.
             streams_states: they pass through memory from a drive. A CPU that computes has to see to each chunk: what it
                 takes for that counts as time of updates.
         """
-        what = f"{type(optimizer).__module__}.{type(optimizer).__name__} with {state_dtype}"
+        step = _step_of(optimizer)
+        what = f"{_who_makes(step, optimizer)} with {state_dtype}"
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
         at_once = f"{chunk_numel} elements at once"
         rates = self._value(
             f"updates of {what}, {at_once}",
-            lambda: _engine_rates(self._device, optimizer, state_dtype, chunk_numel),
+            lambda: _engine_rates(self._device, step, state_dtype, chunk_numel),
             _RATES,
         )
         update_bytes_s = rates["update"]
         if paths and streams_states and self._device.addressable:
             update_bytes_s = self._value(
                 f"updates of {what} through drive {names}, {at_once}",
-                lambda: _streamed_rate(self._device, optimizer, state_dtype, paths, chunk_numel),
+                lambda: _streamed_rate(self._device, step, state_dtype, paths, chunk_numel),
             )
         products = {
             dtype: self._value(f"products in {dtype}", functools.partial(_product_rate, self._device, dtype))
@@ -442,13 +446,38 @@ class _Steps:
     processor_s: float
 
 
-def _steps_of(device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, **options: Any) -> _Steps:
+def _step_of(optimizer: OptimizerSpec | torch.optim.Optimizer) -> StepOf:
+    """Return what a step needs to know; of several param groups, that of the largest parameter counts, or the first."""
+    if isinstance(optimizer, OptimizerSpec):
+        group: Mapping[str, Any] = optimizer.options_by_group()[0]
+    else:
+        group = max(optimizer.param_groups, key=lambda one: max((p.numel() for p in one["params"]), default=0))
+    return rule_of(optimizer).hyper(group, 1, 1.0)
+
+
+def _who_makes(step: StepOf, optimizer: object) -> str:
+    """Return a name of what makes a step: a kernel and its states, or a class of torch with the options that are set.
+
+    What a class does in a step may depend on each option. Of a fraction, only whether it is 0 counts.
+    """
+    if not isinstance(step, OwnHyper):
+        return f"{type(step.spec).__module__}.{type(step.spec).__name__}({', '.join(step.spec.states)})"
+    said = {name: value for name, value in sorted(step.options.items()) if is_plain(value) and value}
+    options = ", ".join(f"{name}={value}" if isinstance(value, (int, str)) else name for name, value in said.items())
+    return f"{type(optimizer).__module__}.{type(optimizer).__name__}({options})"
+
+
+def _steps_of(device: Device, step: StepOf, **options: Any) -> _Steps:
     """Return what the median step of an engine takes."""
     wide = _WIDE if device.addressable else _WIDE_BESIDE
     model = nn.Sequential(*(nn.Linear(wide, wide, bias=False, dtype=torch.bfloat16) for _ in range(_LAYERS)))
     x = torch.ones(_ROWS, wide, dtype=torch.bfloat16, device=device.place)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
+    optimizer: OptimizerSpec | torch.optim.Optimizer
+    if isinstance(step, OwnHyper):
+        like = next(iter(step.members.values()))
+        optimizer = step.make([like.group(step.options, list(model.parameters()))])
+    else:
+        optimizer = step.spec
     with Engine(model, optimizer, device=str(device.place), offload_param="cpu", **options) as engine:
         seen, clock = [], []
         for _ in range(1 + _STEPS):
@@ -467,12 +496,10 @@ def _median_growth(values: Sequence[float]) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(values))
 
 
-def _engine_rates(
-    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str, chunk_numel: int
-) -> dict[str, float]:
+def _engine_rates(device: Device, step: StepOf, state_dtype: str, chunk_numel: int) -> dict[str, float]:
     """Return bytes per second of updates, as an engine counts them, and of copies: states are in host memory."""
     options = {"state_dtype": state_dtype, "chunk_numel": chunk_numel, "offload_optimizer": "cpu"}
-    steps = _steps_of(device, optimizer, **options)
+    steps = _steps_of(device, step, **options)
     rates = {"update": _updated_bytes(steps.plan) / steps.busy_s["cpu_adam"]}
     for link in ("h2d", "d2h"):
         took = steps.busy_s[link]
@@ -496,16 +523,10 @@ def _link_rate(device: Device, *, to_device: bool) -> float:
         arena.close()
 
 
-def _streamed_rate(
-    device: Device,
-    optimizer: OptimizerSpec | torch.optim.Optimizer,
-    state_dtype: str,
-    paths: Sequence[Path],
-    chunk_numel: int,
-) -> float:
+def _streamed_rate(device: Device, step: StepOf, state_dtype: str, paths: Sequence[Path], chunk_numel: int) -> float:
     """Return bytes per second of updates whose states are on drives, with what the processor takes to stream these."""
     there, streamed = (
-        _steps_of(device, optimizer, state_dtype=state_dtype, chunk_numel=chunk_numel, **options)
+        _steps_of(device, step, state_dtype=state_dtype, chunk_numel=chunk_numel, **options)
         for options in (
             {"offload_optimizer": "cpu"},
             {"offload_optimizer": "nvme", "nvme_path": [str(path) for path in paths]},

@@ -22,9 +22,10 @@ from offload.memory import drives, limits
 from offload.memory.device import Device
 from offload.memory.devices import open_device
 from offload.memory.machine import queued_s
+from offload.optim.rules import StepOf
 from offload.planning.work import Blank, Call, work_of
 from offload.sizes import MIB
-from offload.spec import OptimizerSpec
+from offload.spec import Hyper
 from swap.errors import SwapFullError
 
 
@@ -275,15 +276,15 @@ def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, mon
     options: list[dict[str, Any]] = []
     steps_of = measuring._steps_of
 
-    def steps(device: Device, optimizer: OptimizerSpec, **asked: Any) -> measuring._Steps:
+    def steps(device: Device, step: StepOf, **asked: Any) -> measuring._Steps:
         options.append(asked)
-        found = steps_of(device, optimizer, **asked)
+        found = steps_of(device, step, **asked)
         assert found.processor_s > 0
         seconds = 3.0 if "nvme_path" in asked else 1.0
         return dataclasses.replace(found, busy_s={"cpu_adam": 1.0}, processor_s=seconds)
 
     monkeypatch.setattr(measuring, "_steps_of", steps)
-    found = measuring._streamed_rate(open_device("cpu"), offload.AdamW(lr=1e-4), "float32", [tmp_path], 1 << 16)
+    found = measuring._streamed_rate(open_device("cpu"), Hyper(offload.AdamW(lr=1e-4)), "float32", [tmp_path], 1 << 16)
     assert [asked["offload_optimizer"] for asked in options] == ["cpu", "nvme"]
     assert {asked["chunk_numel"] for asked in options} == {1 << 16}
     numel = measuring._LAYERS * measuring._WIDE**2
@@ -296,6 +297,64 @@ def test_an_optimizer_of_torch_is_measured_by_its_own_class() -> None:
     assert found.timing is not None
     kept = next(iter(json.loads(Here(open_device("cpu")).file.read_text()).values()))
     assert any("RMSprop" in name for name in kept)
+
+
+class Own(torch.optim.Optimizer):
+    """Has options of other names than its arguments, and asks for an attribute of parameters."""
+
+    def __init__(self, parameters: Any, speed: float) -> None:
+        super().__init__(parameters, {"lr": speed})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * parameter.factor * parameter.grad
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,  # has an option that its class does not take
+        offload.AdamW,  # of parameters that the small model has not
+        lambda parameters: offload.AdamW([{"params": list(parameters), "lr": 1e-3}]),
+        lambda parameters: torch.optim.RMSprop([("a", *parameters)]),
+        lambda parameters: Own(parameters, 0.1),
+    ],
+)
+def test_an_optimizer_of_a_model_is_measured_with_a_small_one(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("_STEPS", 1), ("_product_rate", lambda *_: 1e9), ("_copy_rate", lambda *_: 1e9)):
+        monkeypatch.setattr(measuring, name, value)
+    weight = nn.Parameter(torch.ones(16, 16))
+    vars(weight)["factor"] = 2.0
+    how: dict[str, Any] = {"state_dtype": "float32", "paths": (), "chunk_numel": 1 << 16, "streams_states": False}
+    assert Here(open_device("cpu")).hardware(make([weight]), **how).update_bytes_s > 0
+
+
+def test_updates_are_measured_by_what_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of options, those count with which another kernel makes the steps, or the class itself does other ones."""
+    for name in ("_product_rate", "_copy_rate"):
+        monkeypatch.setattr(measuring, name, lambda *_: 1e9)
+    rates = iter(range(10**9, 2 * 10**9))
+    monkeypatch.setattr(measuring, "_engine_rates", lambda *_: dict.fromkeys(measuring._RATES, float(next(rates))))
+    here, parameters = Here(open_device("cpu")), list(nn.Linear(8, 8).parameters())
+
+    def rate(kind: Any, **options: Any) -> float:
+        how: dict[str, Any] = {"state_dtype": "float32", "paths": (), "chunk_numel": 1, "streams_states": False}
+        return here.hardware(kind(parameters, **options), **how).update_bytes_s
+
+    optim = torch.optim
+    same = [
+        ((optim.Adam, {}), (optim.Adam, {"lr": 0.5}), (offload.Adam, {"betas": (0.5, 0.5)})),
+        ((optim.Adam, {"amsgrad": True}), (optim.Adam, {"amsgrad": True, "lr": 0.5})),
+        ((optim.Adam, {"maximize": True}),),
+        ((optim.SGD, {"lr": 0.5}), (offload.SGD, {"lr": 0.25})),
+        ((optim.SGD, {"momentum": 0.5}), (optim.SGD, {"momentum": 0.9})),
+        ((optim.RMSprop, {}), (optim.RMSprop, {"lr": 0.5})),
+        ((optim.RMSprop, {"centered": True}),),
+        ((offload.LAMB, {}),),
+    ]
+    found = [{rate(kind, **options) for kind, options in ones} for ones in same]
+    assert all(len(rates) == 1 for rates in found) and len(set.union(*found)) == len(same)
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
