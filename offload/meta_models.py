@@ -49,7 +49,8 @@ def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module
     made = _made(model, getattr(model, "dtype", None) or torch.bfloat16)
     if checkpointing and made.supports_gradient_checkpointing:
         compute_again(made)
-    made.config.use_cache = False
+    for config in (made.config, getattr(made.config, "text_config", made.config)):
+        config.use_cache = False
     if chunked:
         chunk_loss(made)
     return made.train()  # type: ignore[no-any-return]
@@ -74,7 +75,10 @@ def _made(config: Any, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(config)  # models write into theirs
     names = [] if getattr(config, "is_encoder_decoder", False) else ["AutoModelForCausalLM"]
     why, cause = "is no language model of transformers", None
-    for name in (*names, *_OTHER_MODELS):
+    order = [*names, *_OTHER_MODELS]
+    if hasattr(config, "text_config"):  # else transformers makes of some models only what reads text
+        order.reverse()
+    for name in order:
         kind: Any = getattr(transformers, name, None)  # older versions have fewer
         if kind is None:
             continue

@@ -34,6 +34,7 @@ from offload.known_models import KNOWN
 from offload.memory import limits
 from offload.memory.budget import Tier
 from offload.memory.limits import HOST_HEADROOM
+from offload.meta_models import made_on_meta
 from offload.planning.asked import Request
 from offload.planning.hardware import DESKTOP, H200
 from offload.planning.planner import make_plan
@@ -570,6 +571,19 @@ def test_unknown_models_and_machines_are_refused(
     out, err = capsys.readouterr()
     plain = json.loads(out)
     assert message in err and plain["fits"] is None and plain["error"] in err
+
+
+def test_a_model_that_sees_images_is_all_of_it() -> None:
+    """Also where transformers would make what reads text; nothing of it keeps a cache."""
+    transformers = pytest.importorskip("transformers")
+    text: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "cross_attention_layers": [1]}
+    sees = {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 4}
+    sees |= {"intermediate_size": 64, "image_size": 32, "vision_output_dim": 64, "intermediate_layers_indices": [0]}
+    config = transformers.MllamaConfig(text_config=text, vision_config=sees)
+    made = made_on_meta(config, checkpointing=False, chunked=False)
+    assert isinstance(made, transformers.MllamaForConditionalGeneration)
+    assert not made.get_decoder().config.use_cache
 
 
 def test_without_transformers_a_forecast_says_what_to_install(
