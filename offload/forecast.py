@@ -181,6 +181,9 @@ class Forecast:
             yield f"  {span.name}: {lanes}"
         fill_s = timing.fill_s if timing.fill_s > timing.bound_s * 1e-9 else 0.0  # sums of many numbers
         yield f"  bound {figures(timing.bound_s)} s, fill {figures(fill_s)} s"
+        own = self.plan.request.own
+        if own is not None and self.work is not None and self.work.measured_s is None:
+            yield f"  updates are counted as a kernel's; those of {own.name} may take ten times as long"
         for what, seconds in self.savings.items():
             yield f"  with {what}: {figures(seconds)} s"
         if self.clipping is not None:

@@ -133,6 +133,7 @@ def request_of(
         states=rule.states(cpu_adam.StateKind(config.state_dtype)) if rule else ADAM_STATES,
         held_together=tree.held_together(model, more_than=WORKING_UNITS),
         own=rule.own.size if rule and rule.own else None,
+        update_passes=2 if rule and rule.whole and rule.own is None else 1,
         commit=_commit(model, tree, rule, config) if durable else None,
         holds=config.background_checkpoints,
         rank=rank,

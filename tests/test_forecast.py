@@ -573,6 +573,26 @@ def test_unknown_models_and_machines_are_refused(
     assert message in err and plain["fits"] is None and plain["error"] in err
 
 
+def test_updates_of_lamb_read_twice() -> None:
+    """In bf16, of each parameter: moments, and both halves of its master."""
+    model = nn.Linear(WIDE, INNER, bias=False, dtype=torch.bfloat16)
+    batch, options = [torch.ones(1, WIDE, dtype=torch.bfloat16)], {"hardware": "desktop", "offload_optimizer": "cpu"}
+    once, twice = (offload.plan(model, kind(), batch=batch, **options) for kind in (offload.AdamW, offload.LAMB))
+    assert once.timing is not None and twice.timing is not None
+    assert twice.timing.moved.cpu - once.timing.moved.cpu == (8 + 2 + 2) * once.plan.request.units[0].numel
+
+
+def test_a_forecast_says_that_an_optimizer_without_a_kernel_takes_longer() -> None:
+    """Unless updates were measured."""
+    block = Block()
+    found = offload.plan(block, torch.optim.RMSprop(block.parameters()), batch=[torch.ones(1, WIDE)], hardware=DESKTOP)
+    assert found.work is not None
+    said = "those of RMSprop may take ten times as long"
+    assert said in str(found) and said not in str(offload.plan(block, batch=[torch.ones(1, WIDE)], hardware=DESKTOP))
+    measured = dataclasses.replace(found.work, measured_s=(1.0, 1.0))
+    assert said not in str(dataclasses.replace(found, work=measured))
+
+
 def test_a_model_that_sees_images_is_all_of_it() -> None:
     """Also where transformers would make what reads text; nothing of it keeps a cache."""
     transformers = pytest.importorskip("transformers")

@@ -101,6 +101,7 @@ class Request:
         states: what the optimizer remembers of each element, and in which format.
         held_together: sets of units (their indices) that nested forwards have in use at once.
         own: what the optimizer takes where its own class makes the steps, else None.
+        update_passes: how many times a kernel's update goes over parameters and states: LAMB's wants norms first.
         commit: of each step: parameters and states are at home on NVMe then, and their old versions stay until the new
             ones are committed; None where nothing is.
         holds: a checkpoint may hold what lives on NVMe while it is copied.
@@ -127,6 +128,7 @@ class Request:
     states: States = ADAM_STATES
     held_together: Sequence[frozenset[int]] = ()
     own: OwnBytes | None = None
+    update_passes: int = 1
     commit: Commit | None = None
     holds: bool = False
     rank: int = 0

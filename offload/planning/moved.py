@@ -139,11 +139,11 @@ def update_of(plan: Plan, unit: Unit, updated: Container[int] = ()) -> Moved:
 
 
 def update_bytes(plan: Plan, unit: Unit) -> int:
-    """Return the bytes that the update of a unit reads and writes: all is written but gradients."""
+    """Return the bytes that a unit's update reads and writes: each pass reads all but gradients, and one writes it."""
     request = plan.request
     numel = request.owned_numel(unit, Role.MASTER)
     kept = sum(request.chunk_bytes(unit, role, numel) for role in (Role.PARAM, *STATE_ROLES))
-    return 2 * kept + request.role_bytes(unit, Role.GRAD)
+    return (request.update_passes + 1) * kept + request.role_bytes(unit, Role.GRAD)
 
 
 def activations_of(plan: Plan) -> tuple[Moved, Moved]:
