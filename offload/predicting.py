@@ -86,7 +86,7 @@ def plan(
             model run one by one on the device, and updates, copies and drives (a file in ``nvme_path``) for a few
             seconds. None: the memory of this machine, and no seconds.
         checkpointing: of activations, where the model is made here; beside a module, it is refused. None does so unless
-            `activations` is among the options: what these move, or compute again, is counted.
+            the model cannot, or `activations` is among the options: what these move, or compute again, is counted.
         chunk_loss: of a language model that is made here, by :func:`offload.ops.chunk_loss`; likewise.
         ranks: that train together on one machine, each with a device: the plan is that of the first one, and budgets
             are each rank's own. There are seconds per lane then, and none of a step.
@@ -129,6 +129,7 @@ def plan(
         _check_module_options(checkpointing, chunk_loss)
     else:
         logger.info("making the model without its weights")
+    wanted = checkpointing
     if checkpointing is None:
         checkpointing = not _names_activations(config, options, asked)
 
@@ -136,6 +137,13 @@ def plan(
         return made_on_meta(model, checkpointing=again, chunked=chunked)
 
     module = model if isinstance(model, nn.Module) else make(chunk_loss, checkpointing)
+    may_checkpoint = module is not model and bool(module.supports_gradient_checkpointing)
+    if wanted and not may_checkpoint:
+        raise ConfigError(
+            f"checkpointing: expected a model that computes activations again by itself but {type(module).__name__} of "
+            'transformers does not; leave it out, or pass activations="recompute"'
+        )
+    checkpointing = checkpointing and may_checkpoint
     if module is not model and asked.dtype is None and not names_dtype(model):
         logger.warning(
             "model: its config names no dtype, so the plan is for bfloat16; if the weights have another one, add it to "
@@ -185,8 +193,8 @@ def plan(
                         work,
                         room_bytes(found),
                         may_chunk=made_here and not chunk_loss,
-                        may_checkpoint=made_here and not checkpointing,
-                        checkpointing=made_here and checkpointing,
+                        may_checkpoint=may_checkpoint and not checkpointing,
+                        checkpointing=checkpointing,
                     )
                 )
         if machine is None or timing is None:
@@ -221,7 +229,7 @@ def _is_size(value: object) -> bool:
 
 
 def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -> bool:
-    given = config if isinstance(config, Mapping) else {}
+    given = {} if isinstance(config, Config) else values_of(config)
     return "activations" in options or "activations" in given or asked.activations != KEEP
 
 

@@ -758,6 +758,29 @@ def test_options_that_make_no_sense_are_named(options: dict[str, Any]) -> None:
         offload.plan(tiny(), **options)
 
 
+def test_a_file_of_options_that_keeps_activations_is_heeded(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text(json.dumps({"activations": "keep"}))
+    asked: dict[str, Any] = {"batch": (2, 64), "hardware": "desktop"}
+    again, *kept = (
+        offload.plan(tiny(), config=config, **asked)
+        for config in (None, {"activations": "keep"}, tmp_path / "options.json")
+    )
+    assert kept[0].work == kept[1].work != again.work
+
+
+def test_a_model_that_cannot_compute_again_is_told_so_and_is_offered_what_can(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """If nobody has asked for it, its activations are kept; a batch that they are too large for has a remedy."""
+    config = {"model_type": "ctrl", "vocab_size": 64, "n_embd": 32, "dff": 256, "n_layer": 4, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    call = ["plan", "--model", str(tmp_path), "--batch", "1x128", "--hardware", "desktop", "--device", "1MiB"]
+    assert main([*call, "--checkpointing"]) == 2
+    assert "--checkpointing: expected a model that computes activations again by itself" in capsys.readouterr().err
+    assert main(call) == 1
+    assert "fits with --activations recompute" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("options", [{"checkpointing": False}, {"chunk_loss": True}])
 def test_options_of_models_that_are_made_here_are_refused_beside_a_module(options: dict[str, Any]) -> None:
     with pytest.raises(offload.ConfigError, match=f"^{next(iter(options))}: expected a model that is made here"):

@@ -132,7 +132,7 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
             getattr(optimizers, arguments.optimizer)(lr=1e-4),
             batch=arguments.batch,
             hardware=arguments.hardware,
-            checkpointing=arguments.checkpointing or not arguments.activations,
+            checkpointing=arguments.checkpointing or (False if arguments.activations else None),
             chunk_loss=arguments.chunk_loss,
             ranks=arguments.ranks,
             stage=arguments.stage if arguments.stage == "auto" else int(arguments.stage),
