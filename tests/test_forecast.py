@@ -432,6 +432,14 @@ def test_the_device_updates_once_per_step() -> None:
     assert last.bound_s == timing_of(plan, found.work, machine, micro_batches=1, clips=False).spans[-1].bound_s
 
 
+def test_a_pass_takes_as_long_as_the_host_gives_work_also_if_kernels_were_measured() -> None:
+    found = offload.plan(Block(), batch=[torch.ones(ROWS, WIDE)], hardware=H200)
+    assert found.work is not None
+    work, machine = dataclasses.replace(found.work, measured_s=(1e-9, 1e-9)), dataclasses.replace(H200, operator_s=0.1)
+    passes, _ = timing_of(found.plan, work, machine, micro_batches=8, clips=False).spans
+    assert passes.bound_s == pytest.approx(0.7 * sum(work.operators))
+
+
 # --- where it would live ---
 
 

@@ -121,9 +121,9 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         clips: every step is clipped, so that no update begins before all gradients are there.
     """
     host, uses = plan.request.device_is_host, work.uses or Uses.in_order(plan.request.units)
-    forward_s, backward_s = work.measured_s or (
-        max(_device_s(work.forward, hardware), work.operators[0] * hardware.operator_s),
-        max(_device_s(work.backward, hardware), work.operators[1] * hardware.operator_s),
+    device_s = work.measured_s or (_device_s(work.forward, hardware), _device_s(work.backward, hardware))
+    forward_s, backward_s = (
+        max(took, many * hardware.operator_s) for took, many in zip(device_s, work.operators, strict=True)
     )
     away, back = activations_of(plan)
     if host:
