@@ -178,7 +178,7 @@ def build(
     place = device.place
     cast = getattr(torch, config.dtype) if config.dtype else None
     rule = None if optimizer is None else rule_of(optimizer, cast)
-    several.refuse_options(ranks, optimizer, rule)
+    several.refuse_options(ranks.world, optimizer, rule)
     recomputing = _recomputing(model, config)
     everything = model if reference is None else WithReference(model, reference)
     make_ready(everything, cast)

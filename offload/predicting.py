@@ -44,7 +44,7 @@ from offload.planning.work import Work, is_ids
 from offload.rehearsing import Case, Rehearsals
 from offload.remedies import Change, remedies_of
 from offload.request import request_of, unit_bytes_of, units_of, updates_on
-from offload.several import stage_alone
+from offload.several import refuse_options, stage_alone
 from offload.sizes import Share, format_bytes, parse_bytes
 from offload.spec import OptimizerSpec
 from offload.trials import Trials
@@ -153,6 +153,7 @@ def plan(
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)
+    refuse_options(ranks, spec, rule)
     with ready_meanwhile(module, cast):
         logger.info("placing parameters, gradients and states")
         planner = functools.partial(_planned, here=here, ranks=ranks, stage=stage)

@@ -115,13 +115,13 @@ def made_together(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def refuse_options(ranks: Ranks, optimizer: object, rule: Rule | None) -> None:
+def refuse_options(world: int, optimizer: object, rule: Rule | None) -> None:
     """Refuse what several ranks cannot have yet; nothing where there is one.
 
     Raises:
         ConfigError: it is asked for.
     """
-    if ranks.world == 1:
+    if world == 1:
         return
     if rule is None or optimizer is None:
         raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")

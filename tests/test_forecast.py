@@ -700,6 +700,14 @@ def test_what_an_engine_refuses_is_not_planned(wrap: Callable[[nn.Module], nn.Mo
         offload.plan(wrap(nn.Linear(4, 4)), hardware="rtx4090")
 
 
+def test_what_several_ranks_refuse_is_not_planned_for_them() -> None:
+    model = nn.Linear(4, 4)
+    own, kernel = torch.optim.RMSprop(model.parameters()), torch.optim.AdamW(model.parameters())
+    with pytest.raises(offload.ConfigError, match="optimizer RMSprop, whose own class makes .* not with several ranks"):
+        offload.plan(model, own, hardware="h100", ranks=2)
+    assert offload.plan(model, own, hardware="h100").fits and offload.plan(model, kernel, hardware="h100", ranks=2).fits
+
+
 def test_gradients_count_wherever_a_forecast_is_asked_for() -> None:
     net, config = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tiny()
 
