@@ -39,7 +39,7 @@ from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.moved import update_bytes
 from offload.planning.plan import Plan
 from offload.planning.work import Blank, Call, Kernel, Work, work_of
-from offload.sizes import MIB
+from offload.sizes import MIB, figures
 from offload.spec import OptimizerSpec
 from swap import SwapStore, wait_all
 from swap.store import StoreTicket
@@ -63,7 +63,7 @@ _NONE = 1e6  # bytes per second of a drive that nobody has named: the least that
 _RATES = ("update", "h2d", "d2h")
 _HOST_COSTS = ("operator", "hook", "gradient")
 _LITTLE = 1e-9
-_OPERATOR = "Call("  # the names of these begin so
+_OPERATOR, _PRODUCTS = "Call(", "products in"  # the names of these begin so
 
 _ATTENTION = "aten._scaled_dot_product_flash_attention.default"
 _ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_backward.default"
@@ -88,6 +88,16 @@ class Here:
     def operators(self) -> int:
         """How many operators were measured."""
         return sum(name.startswith(_OPERATOR) for name in self._known)
+
+    @property
+    def rates(self) -> list[str]:
+        """What else was measured, in words: of each thing a line."""
+        found = []
+        for name, kept in sorted(self._known.items()):
+            parts = kept if isinstance(kept, dict) else {"": kept}
+            if parts and not name.startswith(_OPERATOR) and all(map(_is_measured, parts.values())):
+                found.append(f"{name}: {', '.join(_in_words(name, part, value) for part, value in parts.items())}")
+        return found
 
     def timed(self, work: Work, hardware: Hardware) -> Work:
         """Return the work with the seconds that its kernels take on the device.
@@ -172,7 +182,7 @@ class Here:
                 lambda: _streamed_rate(self._device, step, state_dtype, paths, chunk_numel),
             )
         products = {
-            dtype: self._value(f"products in {dtype}", functools.partial(_product_rate, self._device, dtype))
+            dtype: self._value(f"{_PRODUCTS} {dtype}", functools.partial(_product_rate, self._device, dtype))
             for dtype in (torch.bfloat16, torch.float32)
         }
         copies = {
@@ -241,6 +251,15 @@ def _operators(kernels: Iterable[Kernel]) -> tuple[str, ...]:
 def _is_measured(value: object) -> bool:
     """Tell whether it is a number that may have been measured: seconds, or something per second."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-12 < value < 1e18
+
+
+def _in_words(name: str, part: str, value: float) -> str:
+    """Return a number that was measured, with its unit."""
+    if part in _HOST_COSTS:
+        text = f"{figures(value * 1e6)} us"
+    else:
+        text = f"{figures(value / 1e12)} TFLOP/s" if name.startswith(_PRODUCTS) else f"{figures(value / 1e9)} GB/s"
+    return f"{part} {text}".lstrip()
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

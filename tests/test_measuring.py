@@ -14,13 +14,14 @@ from torch import nn
 
 import offload
 from offload import measuring
-from offload.cli.doctor import gather
+from offload.cli.doctor import diagnose, gather
 from offload.cli.main import main
 from offload.errors import BudgetError
 from offload.measuring import Here, seconds_of
 from offload.memory import drives, limits
 from offload.memory.device import Device
 from offload.memory.devices import open_device
+from offload.memory.kept import keep
 from offload.memory.machine import queued_s
 from offload.optim.rules import StepOf
 from offload.planning.work import Blank, Call, work_of
@@ -213,6 +214,24 @@ def test_what_was_measured_is_kept_until_it_is_to_be_measured_again(monkeypatch:
         assert not measured
     assert planned(measure_again=True).work != first.work
     assert set(measured) == kernels
+
+
+def test_doctor_tells_each_rate_that_is_kept() -> None:
+    here = Here(open_device("cpu"))
+    planned()
+    ((machine, known),) = json.loads(here.file.read_text()).items()
+    told = [line.partition(": ")[0] for line in gather().rates_measured]
+    assert told == sorted(name for name in known if not name.startswith("Call(")) and len(told) >= 5
+    kept = {"drive d": {"write": 2.44e9, "read": 1.5e9}, "products in torch.float32": 0.38e12, "memory of host": 22e9}
+    kept |= {"the host's part of a step": {"operator": 9e-6}, "memory of device": -1.0, "drive e": {}, "drive f": []}
+    keep(here.file, machine, {"Call(add)": 1e-3, **kept})
+    assert [finding.text for finding in diagnose(gather()) if finding.subject == "measured"] == [
+        "1 operators; offload plan --hardware here --measure-again does it anew",
+        "drive d: read 1.5 GB/s, write 2.44 GB/s",
+        "memory of host: 22 GB/s",
+        "products in torch.float32: 0.38 TFLOP/s",
+        "the host's part of a step: operator 9 us",
+    ]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

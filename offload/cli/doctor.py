@@ -111,6 +111,7 @@ class Facts:
     page_lock_refusal: str | None = None  # why the first GPU cannot copy from host memory by itself, None where it can
     update_refusal: str | None = None  # why the first GPU makes no updates, None where their bits are the CPU's
     operators_measured: int = 0  # of models, on this machine
+    rates_measured: tuple[str, ...] = ()  # of its parts, a line each
     paths: tuple[PathFacts, ...] = ()
 
 
@@ -210,7 +211,8 @@ def _measured_facts() -> dict[str, Any]:
     from offload.measuring import Here
     from offload.memory.devices import open_device
 
-    return {"operators_measured": Here(open_device(None)).operators}
+    known = Here(open_device(None))
+    return {"operators_measured": known.operators, "rates_measured": tuple(known.rates)}
 
 
 def _gpu_driver() -> str | None:
@@ -385,7 +387,8 @@ def _processor(facts: Facts) -> Verdicts:
 def _measured(facts: Facts) -> Verdicts:
     if not facts.operators_measured:
         return _ok("not yet; offload plan --hardware here does it")
-    return _ok(f"{facts.operators_measured} operators; offload plan --hardware here --measure-again does it anew")
+    text = f"{facts.operators_measured} operators; offload plan --hardware here --measure-again does it anew"
+    return _ok(text) + [verdict for line in facts.rates_measured for verdict in _ok(line)]
 
 
 def _numa(facts: Facts) -> Verdicts:
