@@ -14,6 +14,7 @@ from offload.activations.ledger import with_margin
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
+from offload.planning.shared import least_of
 from offload.planning.timing import Timing
 from offload.planning.work import Work
 from offload.sizes import PAGE_BYTES, figures, format_bytes
@@ -48,7 +49,8 @@ class Forecast:
         savings: what would make a step shorter, with its seconds, the best first.
         clipping: what clipping takes; None where nothing clips, or there are no seconds.
         remedies: what would make the batch fit if it does not, each tried, the smallest change first.
-        lanes: of one of several ranks, seconds that each lane takes alone; there is no `timing` then.
+        lanes: of one of several ranks, seconds that each lane takes alone; there is no `timing` then, but
+            :attr:`least`.
     """
 
     plan: Plan
@@ -85,6 +87,13 @@ class Forecast:
             found[Tier.DEVICE] += work.device_bytes
         return found
 
+    @property
+    def least(self) -> tuple[str, float] | None:
+        """Of several ranks, the lane that takes longest, and its seconds: a step takes no less. Else None."""
+        if not self.lanes or self.work is None or self.hardware is None:
+            return None
+        return max(least_of(self.plan, self.work, self.hardware).items(), key=lambda lane: lane[1])
+
     def remedy(self) -> str:
         """Return what would make a batch fit, or that nothing would which was tried."""
         tokens = self.tokens is not None  # else nobody knows what a smaller batch is
@@ -108,7 +117,8 @@ class Forecast:
             ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per lane, ``bytes``
             per lane, ``early_units`` that are updated during backward, and ``savings``; if steps clip, ``clipping``
             with the attributes of :class:`Clipping`; and if budgets are more than the machine has, what it has as
-            ``beyond_machine``. Of several ranks, there are ``hardware`` and ``lanes`` instead.
+            ``beyond_machine``. Of several ranks, there are ``hardware`` and ``lanes`` instead, and of :attr:`least`
+            ``binding`` and ``bound_s``.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
@@ -131,8 +141,9 @@ class Forecast:
                 "early_units": self.timing.early_units,
                 "savings": dict(self.savings),
             }
-        if self.lanes and self.hardware is not None:
+        if self.least is not None and self.hardware is not None:
             found |= {"hardware": self.hardware.name, "lanes": dict(self.lanes)}
+            found["binding"], found["bound_s"] = self.least
         if self.beyond_machine:
             found["beyond_machine"] = {tier.value: has for tier, has in self.beyond_machine.items()}
         if self.clipping is not None:
@@ -169,8 +180,8 @@ class Forecast:
         if not self.fits:
             yield f"DOES NOT FIT: {self._refusal()}"
             yield from (f"  fits with {remedy}" for remedy in self.remedies)
-        if self.lanes and self.hardware is not None:
-            yield from self._shared(self.hardware)
+        if self.least is not None and self.hardware is not None:
+            yield from self._shared(self.hardware, *self.least)
         if self.timing is None or self.hardware is None:
             return
         timing = self.timing
@@ -218,11 +229,12 @@ class Forecast:
                 what = f"{both}, {format_bytes(sum(budgets))} of the same memory, are"
             yield f"NOT OF THIS MACHINE: {what} more than the {format_bytes(has)} of {name}"
 
-    def _shared(self, hardware: Hardware) -> Iterator[str]:
+    def _shared(self, hardware: Hardware, binding: str, least_s: float) -> Iterator[str]:
         ranks = self.plan.request.world_size
         lanes = ", ".join(f"{lane} {figures(seconds)} s" for lane, seconds in self.lanes.items() if seconds)
         yield f"{ranks} ranks on one {hardware.name}, each with such a device: they share host memory and the drive"
         yield f"  each lane alone, for one micro-batch of each rank: {lanes}"
+        yield f"  a step takes at least {figures(least_s)} s: the lane {binding} alone takes that"
         yield "  no step is predicted: no GPUs have exchanged anything yet; offload scale has figures on paper"
 
     def _held(self) -> str:

@@ -89,7 +89,7 @@ def plan(
             the model cannot, or `activations` is among the options: what these move, or compute again, is counted.
         chunk_loss: of a language model that is made here, by :func:`offload.ops.chunk_loss`; likewise.
         ranks: that train together on one machine, each with a device: the plan is that of the first one, and budgets
-            are each rank's own. There are seconds per lane then, and none of a step.
+            are each rank's own. There are seconds per lane then; of a step, those that it takes at least.
         stage: of several ranks, as in :class:`offload.Engine`.
         measure_again: forget what was measured of this machine.
         config: options as in :class:`offload.Engine`.

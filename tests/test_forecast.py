@@ -37,8 +37,10 @@ from offload.memory.limits import HOST_HEADROOM
 from offload.meta_models import made_on_meta
 from offload.planning.asked import Request
 from offload.planning.hardware import DESKTOP, H200
+from offload.planning.moved import lane_seconds
 from offload.planning.planner import make_plan
 from offload.planning.roles import Role
+from offload.planning.shared import least_of
 from offload.planning.timing import timing_of
 from offload.planning.uses import Uses
 from offload.planning.work import Work, work_of
@@ -402,6 +404,9 @@ def test_every_plan_beside_an_accelerator_has_seconds(request: Request, clips: b
         work = Work({}, {}, 0, 0, 0, (1e-3, 2e-3), uses=uses)
         found = timing_of(plan, work, DESKTOP, micro_batches=accumulated, clips=clips)
         assert 3e-3 * accumulated <= found.step_s * (1 + 1e-9) < 1e3
+        took = lane_seconds(found.moved, DESKTOP)
+        for lane, least_s in least_of(plan, work, DESKTOP).items():
+            assert lane not in took or least_s <= took[lane] * (1 + 1e-9), "a bound of one rank is a bound of several"
 
 
 def test_what_auto_chooses_fits() -> None:
@@ -853,6 +858,13 @@ def test_of_several_ranks_the_plan_is_that_of_one_of_their_engines() -> None:
     both = ranks * (moved["nvme_read"] + moved["nvme_write"])
     assert found.lanes["drive"] >= both / machine.drive_mixed_bytes_s > 0
     assert found.to_dict()["lanes"] == found.lanes and "  each lane alone" in str(found)
+    assert found.least is not None and found.work is not None
+    binding, least_s = found.least
+    assert binding == "drive" and least_of(found.plan, found.work, machine)["drive"] == least_s
+    assert 0 < least_s <= found.lanes["drive"] == max(found.lanes.values())
+    assert f"  a step takes at least {figures(least_s)} s: the lane drive alone takes that" in str(found)
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert (plain["binding"], plain["bound_s"]) == (binding, least_s)
     whole = offload.plan(model, offload.AdamW(), ranks=ranks, hardware="desktop")
     assert whole.plan.request.stage == 2  # all of the parameters fit, as an engine's "auto" finds out
     assert whole.plan.request.budgets[Tier.HOST] == int(machine.host_bytes / ranks * HOST_HEADROOM)

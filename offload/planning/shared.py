@@ -1,14 +1,19 @@
 """What each lane of one of several ranks takes alone, where all of them share one machine.
 
-Owns these seconds. They are no prediction of a step: nobody has measured how ranks' exchanges go beside the rest on
-GPUs. Pure arithmetic over plain values. Next: :mod:`offload.planning.traffic` has the bytes.
+Owns these seconds. They are no prediction of a step, but tell how long it takes at least: nobody has measured how
+ranks' exchanges go beside the rest on GPUs. Pure arithmetic over plain values. Next: :mod:`offload.planning.traffic`
+has the bytes.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
+from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.moved import Moved, gradients_of, lane_seconds, updates_of
 from offload.planning.plan import Plan
+from offload.planning.roles import Role
 from offload.planning.work import Work
 
 
@@ -38,3 +43,23 @@ def lanes_of(plan: Plan, work: Work, hardware: Hardware) -> dict[str, float]:
         **lane_seconds(moved, hardware),
         "collectives": 2 * sent * ranks / hardware.host_bytes_s,
     }
+
+
+def least_of(plan: Plan, work: Work, hardware: Hardware) -> dict[str, float]:
+    """Return seconds per lane that every step takes: those of bytes that move whatever is in memory still.
+
+    The working region may have units where a pass turns into the next one. A forward may find parameters in memory that
+    are at home on NVMe, for they come to it from their update. Activations that are leaving may not have to come back.
+
+    Args:
+        plan: as for :func:`lanes_of`, as all others.
+        work: of one micro-batch.
+        hardware: the machine.
+    """
+    on_drive = [unit for unit in plan.request.units if plan.home(unit, Role.PARAM) is Tier.NVME]
+    one_pass = sum(plan.role_bytes(unit, Role.PARAM) for unit in on_drive)
+    kept, back = plan.working_bytes, plan.activation_step_bytes.get
+    saved = {"nvme_read": one_pass + min(kept, one_pass) + back("nvme_read", 0), "h2d": 2 * kept + back("h2d", 0)}
+    saved["collectives"] = kept
+    moved = {link: max(size - saved.get(link, 0), 0) for link, size in plan.step_bytes.items()}
+    return lanes_of(dataclasses.replace(plan, step_bytes=moved), work, hardware)
