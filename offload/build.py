@@ -361,12 +361,14 @@ def _plan(
         if run is not None and run.capacity_bytes > limits[Tier.NVME]:
             raise BudgetError(
                 f"nvme budget: the files in {run.path} have {run.capacity_bytes} bytes but the limit is "
-                f'{limits[Tier.NVME]}; the smallest max_memory["nvme"] that would do is {run.capacity_bytes} bytes'
+                f'{limits[Tier.NVME]}; the smallest max_memory["nvme"] that would do is {run.capacity_bytes} bytes',
+                budgets={Tier.NVME.value: run.capacity_bytes},
             )
     except BudgetError as error:
         if facts is None:
             raise
-        raise BudgetError(f"{error}; the run in {run.path if run else ''} keeps its units and chunks") from error
+        text = f"{error}; the run in {run.path if run else ''} keeps its units and chunks"
+        raise BudgetError(text, budgets=error.budgets) from error
     return plan
 
 

@@ -8,7 +8,7 @@ length, errno and remedy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 # What carries an optimizer's states from an engine to the next one: they go with their engine.
 NEW_ENGINE = "save engine.optimizer.state_dict(), close the engine, make a new one and load the dict into its optimizer"
@@ -39,7 +39,17 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """A tier's budget cannot hold what must be in it; the text names bytes and the smallest one that would do."""
+    """A tier's budget cannot hold what must be in it; the text names bytes and the smallest one that would do.
+
+    Attributes:
+        budgets: of a plan that is refused, the budgets that would do: bytes by the names that ``max_memory`` has. Those
+            that stay as they are, are left out. Empty for other refusals.
+    """
+
+    def __init__(self, *text: str, budgets: Mapping[str, int] | None = None) -> None:
+        """Make an error with the text."""
+        super().__init__(*text)
+        self.budgets = dict(budgets or {})
 
 
 class StateError(OffloadError):

@@ -173,8 +173,8 @@ class Forecast:
                 questions = "a question" if self.work.assumed == 1 else f"{self.work.assumed} questions"
                 yield f"  assumed: yes, to {questions} of the model about values of tensors"
             peaks = ", ".join(f"{tier.value} {format_bytes(size)}" for tier, size in self.peak_bytes.items() if size)
-            locked = self.plan.arena_bytes[Tier.HOST]
-            host = "" if self.plan.request.device_is_host else f"; {format_bytes(locked)} of cpu page-locked"
+            locked = self.plan.page_locked_bytes
+            host = f"; {format_bytes(locked)} of cpu page-locked" if locked else ""
             yield f"at most at once: {peaks}{host}"
         yield from self._beyond()
         if not self.fits:

@@ -408,8 +408,9 @@ def test_budgets_may_change_and_the_cut_stays(tmp_path: Path) -> None:
     assert_same(finish(engine, losses), truth)
     with pytest.raises(offload.BudgetError, match=r"device budget: .* keeps its units and chunks"):
         durable(tmp_path / "run", max_memory={**roomy, "device": "1MiB"}, activation_memory=1 << 20, unit_bytes=None)
-    with pytest.raises(offload.BudgetError, match=r'the smallest max_memory\["nvme"\] that would do is \d+ bytes'):
+    with pytest.raises(offload.BudgetError, match=r'smallest max_memory\["nvme"\] that would do is \d+ bytes') as found:
         durable(tmp_path / "run", max_memory={**roomy, "nvme": "1MiB"}, unit_bytes=None)
+    assert f"is {found.value.budgets['nvme']} bytes" in str(found.value)
 
 
 def test_several_directories(tmp_path: Path) -> None:

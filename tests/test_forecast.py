@@ -561,6 +561,8 @@ def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.Ca
     assert main(["plan", "--model", "llama-3.1-70b", "--hardware", "desktop", "--json"]) == 1
     plain = json.loads(capsys.readouterr().out)
     assert not plain["fits"] and plain["error"] in said
+    (enough,) = plain["budgets"].values()
+    assert f"the smallest --cpu that would do is {enough} bytes" in said and list(plain["budgets"]) == ["cpu"]
     call = ["plan", "--model", "llama-3.1-70b", "--hardware", "desktop", "--nvme", "2TB", "--json"]
     assert main(call) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
@@ -583,7 +585,7 @@ def test_unknown_models_and_machines_are_refused(
     assert main(["plan", *call, "--json"]) == 2
     out, err = capsys.readouterr()
     plain = json.loads(out)
-    assert message in err and plain["fits"] is None and plain["error"] in err
+    assert message in err and plain["fits"] is None and plain["error"] in err and "budgets" not in plain
 
 
 def test_updates_of_lamb_read_twice() -> None:
@@ -996,6 +998,7 @@ def test_peaks_are_those_of_the_plan_and_a_micro_batch(forecast: offload.Forecas
     assert forecast.peak_bytes[Tier.HOST] == plan.arena_bytes[Tier.HOST] + plan.wide_bytes.get(Tier.HOST, 0)
     assert forecast.to_dict()["peak_bytes"]["device"] == forecast.peak_bytes[Tier.DEVICE]
     assert f"{format_bytes(plan.arena_bytes[Tier.HOST])} of cpu page-locked" in str(forecast)
+    assert forecast.to_dict()["plan"]["page_locked_bytes"] == plan.arena_bytes[Tier.HOST]
 
 
 @pytest.mark.parametrize(("rows", "left"), [(1200, 100), (1400, 80), (2000, 48)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import re
@@ -34,7 +35,7 @@ from offload.planning.sizing import (
 )
 from offload.planning.slices import owned_range
 from offload.planning.units import PAD_NUMEL, Unit, lay_out
-from offload.sizes import PAGE_BYTES
+from offload.sizes import PAGE_BYTES, format_bytes
 
 PAGE = PAGE_BYTES
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -295,7 +296,9 @@ def check_plan(plan: Plan) -> None:
 
 def named_budgets(error: BudgetError) -> dict[Tier, int]:
     found = re.findall(r'max_memory\["(\w+)"\] = (\d+) bytes|max_memory\["(\w+)"\] that would do is (\d+)', str(error))
-    return {Tier(a or c): int(b or d) for a, b, c, d in found}
+    named = {Tier(a or c): int(b or d) for a, b, c, d in found}
+    assert error.budgets == {tier.value: size for tier, size in named.items()} == copy.copy(error).budgets
+    return named
 
 
 def refused(request: Request) -> BudgetError | None:
@@ -702,6 +705,8 @@ def test_the_wear_of_each_micro_batch_and_of_a_rank_alone_is_told() -> None:
     assert str(plan).splitlines()[-1] == (
         "drive wear: 0.134 TB written per 1000 steps of one micro-batch, and 0.0336 TB more for each further one"
     )
+    plain = plan.to_dict()
+    assert plain["wear_bytes_per_step"] == 16 * 8 * MIB and plain["wear_bytes_per_further_micro_batch"] == 4 * 8 * MIB
     lines = str(plan_with(Tier.HOST, Tier.NVME, world_size=2)).splitlines()
     assert lines[-1] == "drive wear: 0.021 TB written per 1000 steps, by this rank alone"  # half of 10 bytes of 4 Mi
 
@@ -735,6 +740,14 @@ def test_the_plan_prints_as_a_table() -> None:
     assert lines[7].startswith("moved per step") and "nvme_read 40.00 MiB, nvme_write 40.00 MiB" in lines[7]
     # 10 B x 4 Mi x 1000 steps = 0.0419 TB
     assert lines[8] == "drive wear: 0.0419 TB written per 1000 steps"
+
+
+def test_what_is_page_locked_for_a_device_is_a_number_too() -> None:
+    host, apart = (make_plan(Request(BLOCKS, budgets(GIB, GIB), device_is_host=host)) for host in (True, False))
+    assert host.to_dict()["page_locked_bytes"] == 0 and "page-locked" not in str(host)
+    size = apart.arena_bytes[Tier.HOST]
+    assert apart.to_dict()["page_locked_bytes"] == size
+    assert f"page-locked for copies to and from the device: {format_bytes(size)} of cpu" in str(apart)
 
 
 def test_the_table_of_a_plan_without_nvme_has_no_wear() -> None:

@@ -96,8 +96,10 @@ def run(arguments: argparse.Namespace) -> None:
             found = _forecast(arguments)
     except (BudgetError, ConfigError) as error:
         if arguments.json:
-            fits = None if isinstance(error, ConfigError) else False  # nobody knows what a wrong call asks for
-            print(json.dumps({"fits": fits, "error": in_options(str(error), vars(arguments))}, indent=1))
+            said: dict[str, Any] = {"fits": None, "error": in_options(str(error), vars(arguments))}
+            if isinstance(error, BudgetError):  # else nobody knows what a wrong call asks for
+                said |= {"fits": False, "budgets": error.budgets}
+            print(json.dumps(said, indent=1))
         raise
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else in_options(str(found), vars(arguments)))
     if not found.fits:

@@ -125,6 +125,11 @@ class Plan:
         return self.near_bytes // 2
 
     @property
+    def page_locked_bytes(self) -> int:
+        """Host memory that is page-locked, for copies to and from a device that is not the CPU."""
+        return 0 if self.request.device_is_host else self.arena_bytes[Tier.HOST]
+
+    @property
     def apart_bytes(self) -> int:
         """Room in NVME for activations, in files of their own: those of a durable run keep what it commits."""
         return self.request.nvme_activation_bytes if self.request.commit else 0
@@ -226,7 +231,9 @@ class Plan:
             ``units``: per unit its ``name``, ``trainable``, and per kind of shard the tier that is its ``home``;
             ``bytes``: per tier those of parameters, gradients and states at home there, of buffers, in total, and of
             the budget; ``activation_bytes`` of the device budget; ``step_bytes`` per link, and of these
-            ``activation_step_bytes``; ``notes``, as printed.
+            ``activation_step_bytes``; of host memory, ``page_locked_bytes`` for a device that is not the CPU; what a
+            rank writes to the drive, ``wear_bytes_per_step`` of one micro-batch, and
+            ``wear_bytes_per_further_micro_batch``; ``notes``, as printed.
         """
         units = []
         for unit, homes in zip(self.request.units, self.homes, strict=True):
@@ -239,6 +246,9 @@ class Plan:
             "activation_bytes": self.activation_bytes,
             "step_bytes": dict(self.step_bytes),
             "activation_step_bytes": dict(self.activation_step_bytes),
+            "page_locked_bytes": self.page_locked_bytes,
+            "wear_bytes_per_step": self.step_bytes["nvme_write"],
+            "wear_bytes_per_further_micro_batch": self._worn_again_bytes,
             "notes": list(self._notes()),
         }
 
@@ -305,7 +315,7 @@ class Plan:
             why = why if request.world_size == 1 else ": several ranks update in host memory"
             yield f"updates on the device: {many} of {len(trained)} units{why}"
         if not request.device_is_host:
-            yield f"page-locked for copies to and from the device: {format_bytes(self.arena_bytes[Tier.HOST])} of cpu"
+            yield f"page-locked for copies to and from the device: {format_bytes(self.page_locked_bytes)} of cpu"
         if self.grad_staging_bytes:
             yield f"gradients on their way to the host: at most {format_bytes(self.grad_staging_bytes)} at once"
         if request.exchange_bytes:
@@ -350,12 +360,16 @@ class Plan:
         if self.step_bytes["nvme_write"]:
             yield f"drive wear: {self._wear()}"
 
+    @property
+    def _worn_again_bytes(self) -> int:
+        """Bytes that each further micro-batch of a step writes to the drive."""
+        spilled = [unit for unit in self.request.units if self.home(unit, Role.GRAD) is Tier.NVME]
+        gradients = sum(self.role_bytes(unit, Role.GRAD) for unit in spilled)
+        return gradients + self.activation_step_bytes.get("nvme_write", 0)
+
     def _wear(self) -> str:
         """Return what steps write to the drive, in words: what each micro-batch writes is told apart."""
-        request, written = self.request, self.step_bytes["nvme_write"]
-        spilled = [unit for unit in request.units if self.home(unit, Role.GRAD) is Tier.NVME]
-        again = sum(self.role_bytes(unit, Role.GRAD) for unit in spilled)
-        again += self.activation_step_bytes.get("nvme_write", 0)
+        request, written, again = self.request, self.step_bytes["nvme_write"], self._worn_again_bytes
         text = f"{figures(written * 1000 / 1e12)} TB written per 1000 steps"
         if request.accumulate and again:
             text += f" of one micro-batch, and {figures(again * 1000 / 1e12)} TB more for each further one"

@@ -334,7 +334,8 @@ def _refusal(request: Request, short: TooSmall, asks: Asks | None) -> BudgetErro
     if short.tier is not Tier.NVME and request.commit is None:
         text += ", or offload more of it: see nvme_path, offload_param and offload_optimizer"
     text += f"; {short.remedy}" if short.remedy else ""
-    return BudgetError(f"{short.tier.value} budget: {text}")
+    enough = {tier.value: budgets[tier] for tier in raised}
+    return BudgetError(f"{short.tier.value} budget: {text}", budgets=enough)
 
 
 def _failing_tier(request: Request, budgets: Mapping[Tier, int], asks: Asks | None) -> Tier | None:
