@@ -31,6 +31,7 @@ from offload.module.torch_calls import (
     Does,
     calling_frame,
     described,
+    is_address,
     is_of_grad,
     name_of,
     unchanged,
@@ -65,6 +66,16 @@ class Keeper(Protocol):
     def show_gradient(self, parameter: torch.Tensor) -> None:
         """Let ``parameter.grad`` be what it stands for: somebody is about to look, or to put something else there."""
 
+    def show_address(self, parameter: torch.Tensor) -> None:
+        """Let ``parameter.data_ptr()`` be where its bytes are until the forward under way ends: a kernel reads there.
+
+        Raises:
+            StateError: a backward pass wants it, and the bytes are elsewhere.
+        """
+
+    def in_forward(self) -> bool:
+        """Tell whether this thread is in a forward of the module: no optimizer makes states there."""
+
     def load(self, parameter: torch.Tensor, value: Any) -> bool:
         """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""
 
@@ -88,6 +99,8 @@ class Absent:
         if does is Does.LOOK:
             if is_of_grad(func):
                 _show_gradients(args[:1])
+            elif is_address(func) and (owner := owners.get(id(args[0]))) is not None:
+                owner.show_address(args[0])
             with no_subclasses():
                 return func(*args, **kwargs)
         if does is Does.MEASURE:  # what it has when it is lent: a parameter is contiguous in its unit
@@ -261,8 +274,9 @@ def _make(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     _show_gradients(absent)
     with no_subclasses():
         for parameter in absent:
-            if isinstance(parameter.grad, GradientHandle):
-                name = _keeper_of(parameter, func).describe(parameter)
+            waits = isinstance(parameter.grad, GradientHandle)
+            if waits and not (keeper := _keeper_of(parameter, func)).in_forward():
+                name = keeper.describe(parameter)
                 raise StateError(
                     f"{name_of(func)} of parameter {name}: expected no tensor like it while its gradient waits for the "
                     "engine's step, for so an optimizer that is not the engine's makes states; step with "

@@ -26,7 +26,7 @@ from offload.module.torch_calls import collects_state
 from offload.module.unannounced import UnannouncedUses
 from offload.planning.units import Where
 from offload.shards.manager import Manager
-from offload.torch_private import no_subclasses, top_hooks
+from offload.torch_private import in_backward, no_subclasses, top_hooks
 
 _MEMORY_FORMATS = (torch.channels_last, torch.channels_last_3d)
 
@@ -160,6 +160,25 @@ class OutsideAccess:
         where = self._binding.slot_of(parameter)
         if where is not None:
             self._book.show(where)
+
+    def show_address(self, parameter: torch.Tensor) -> None:
+        """Lend the parameter to the forward under way, so that its address is that of its bytes until that ends.
+
+        Raises:
+            StateError: a backward pass wants it, and the bytes are elsewhere.
+        """
+        indices = self._binding.units_of([parameter])
+        if self.in_forward():
+            self._uses.lend(indices)
+        elif in_backward() and not all(map(self._binding.is_bound, indices)):
+            raise StateError(
+                f"parameter {self.describe(parameter)}: data_ptr in a backward pass expected memory that stays where "
+                "it is; keep the parameter by ctx.save_for_backward in forward, and take what that returns"
+            )
+
+    def in_forward(self) -> bool:
+        """Tell whether this thread is in a forward of the module."""
+        return self._uses.in_forward
 
     def load(self, parameter: torch.Tensor, value: Any) -> bool:
         """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""

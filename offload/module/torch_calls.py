@@ -69,6 +69,7 @@ _TABLE = {
     Does.PASS: frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}),
 }
 _CONTENT_GETTERS = tuple(getattr(torch.Tensor, name) for name in _CONTENT_PROPERTIES)
+_ADDRESSES = _found(("data_ptr", "const_data_ptr"))
 DATA = torch.Tensor.data
 
 
@@ -93,6 +94,12 @@ def what(func: Any) -> Does:
 def is_of_grad(func: Any) -> bool:
     """Tell whether a property access of torch is one of ``.grad``, which has two names."""
     return any(getattr(func, "__self__", None) is owner for owner in (torch.Tensor.grad, torch.Tensor._grad))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_address(func: Any) -> bool:
+    """Tell whether a method of torch returns the address of a tensor's bytes."""
+    return func in _ADDRESSES
 
 
 def name_of(func: Any) -> str:

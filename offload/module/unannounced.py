@@ -79,19 +79,37 @@ class UnannouncedUses:
         The innermost module remembers those that no hook has brought: where a prefetch brings one in time, the
         schedule must still learn of its use.
         """
-        if self._forwards.under_way:
-            module = self._forwards.under_way[-1][0]
-            new = [index for index in indices if index not in self.leases[module]]
-            self._remembered[module] = tuple(dict.fromkeys((*self.remembered(module), *new)))
+        self._remember(indices)
         loans: list[Loan] = []
         with self._deferral:
             try:
-                for index in sorted(indices, key=lambda index: not self._binding.is_bound(index)):  # first what is here
-                    loans.append(self._lending.lend(index))
+                self._lend(indices, loans)
                 return call()
             finally:
                 for loan in loans:
                     loan.close()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward is under way in this thread, or is repeated in this backward pass."""
+        under_way = self._forwards.under_way
+        return bool(under_way) and under_way[-1][2].is_here()
+
+    def lend(self, indices: Sequence[int]) -> None:
+        """Lend units to the innermost forward, until it ends: it has their addresses."""
+        self._remember(indices)
+        with self._deferral:
+            self._lend(indices, self._forwards.under_way[-1][1])
+
+    def _lend(self, indices: Sequence[int], loans: list[Loan]) -> None:
+        for index in sorted(indices, key=lambda index: not self._binding.is_bound(index)):  # first what is here
+            loans.append(self._lending.lend(index))
+
+    def _remember(self, indices: Sequence[int]) -> None:
+        if self._forwards.under_way:
+            module = self._forwards.under_way[-1][0]
+            new = [index for index in indices if index not in self.leases[module]]
+            self._remembered[module] = tuple(dict.fromkeys((*self.remembered(module), *new)))
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
