@@ -14,10 +14,8 @@ from collections.abc import Container, Sequence
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
-from offload.planning.residency import fetched, gradients_read
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
-from offload.planning.uses import Uses
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,23 +61,6 @@ def lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
         "cpu": moved.cpu / hardware.update_bytes_s,
         "drive": max(alone, (read + write) / hardware.drive_mixed_bytes_s),
     }
-
-
-def moved_of(plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: Container[int] = ()) -> Moved:
-    """Return the bytes of a step once steps repeat, without activations that leave the device.
-
-    They are those that ``engine.stats()`` counts where the device is the CPU, its region has the plan's size, and the
-    drive keeps up: else a copy that is not home yet may make another one leave for it.
-
-    Args:
-        plan: homes of the shards.
-        uses: of a micro-batch.
-        micro_batches: of a step.
-        updated_early: units that are updated during backward.
-    """
-    passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=updated_early)
-    *added, updated = gradients_read(plan, uses, micro_batches=micro_batches)
-    return sum((fetch_of(plan, units) for units in passes), updates_of(plan, updated)) + gradients_of(plan, added)
 
 
 def fetch_of(plan: Plan, units: Sequence[Unit]) -> Moved:

@@ -77,7 +77,7 @@ class Timing:
     Attributes:
         spans: the parts of a step, one behind the other.
         fill_s: in which the busiest lane waits for others.
-        moved: bytes.
+        moved: bytes: where the device is the CPU and the drive keeps up, those that ``engine.stats()`` counts.
         early_units: that are updated during backward.
     """
 
