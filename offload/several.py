@@ -294,11 +294,9 @@ def _digests(manager: Manager) -> dict[str, str]:
 
     def visit(chunk: Chunk) -> None:
         size = chunk.unit.itemsize
-        for slot in chunk.unit.slots:
-            start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
-            if start < stop:
-                content = (ctypes.c_char * ((stop - start) * size)).from_address(chunk.at(Role.PARAM, start, size))
-                found[slot.name].update(content)
+        for _, slot, start, stop in chunk.unit.overlaps(chunk.begin, chunk.end):
+            content = (ctypes.c_char * ((stop - start) * size)).from_address(chunk.at(Role.PARAM, start, size))
+            found[slot.name].update(content)
 
     manager.stream(manager.units, visit, reads=frozenset({Role.PARAM}))
     return {name: known.hexdigest() for name, known in found.items()}

@@ -106,10 +106,7 @@ def states_of(engine: Engine) -> dict[tuple[str, str], list[tuple[int, bytes]]]:
     states = manager.tiers.plan.request.states
 
     def visit(chunk: Chunk) -> None:
-        for slot in chunk.unit.slots:
-            start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
-            if start >= stop or not chunk.unit.trainable:
-                continue
+        for _, slot, start, stop in chunk.unit.overlaps(chunk.begin, chunk.end) if chunk.unit.trainable else ():
             for role in STATE_ROLES:
                 if role not in chunk.addresses:
                     continue

@@ -96,10 +96,7 @@ class Span:
 
     def overlaps(self, unit: Unit, begin: int, end: int) -> Iterator[tuple[int, Slot, int, int]]:
         """Yield (position, slot, start, stop) of the unit's elements [start, stop) that are in [begin, end), too."""
-        for position, slot in enumerate(unit.slots):
-            start, stop = max(slot.offset_numel, begin, self.begin), min(slot.end_numel, end, self.end)
-            if start < stop:
-                yield position, slot, start, stop
+        return unit.overlaps(max(begin, self.begin), min(end, self.end))
 
 
 def divide(

@@ -99,13 +99,11 @@ def _overlaps(
     size: Callable[[int], int],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield what tensors have of the unit's elements [begin, end), and where that is in a piece which has them."""
-    for position, tensor in tensors.items():
-        slot = unit.slots[position]
-        start, stop = max(slot.offset_numel, begin), min(slot.end_numel, end)
-        if start < stop:
+    for position, slot, start, stop in unit.overlaps(begin, end):
+        if position in tensors:
             skip, at = size(start - slot.offset_numel), size(start - begin)
             numel = size(stop - start)
-            yield tensor.view(-1)[skip : skip + numel], piece[at : at + numel]
+            yield tensors[position].view(-1)[skip : skip + numel], piece[at : at + numel]
 
 
 def _as_many(numel: int) -> int:

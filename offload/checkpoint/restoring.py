@@ -318,9 +318,8 @@ class Restorer:
         """Yield what is read of a unit's elements [begin, end), in order: what this rank keeps of each column."""
         for column in self._columns[unit.index]:
             first, last = self._request.owned(unit, column.role)
-            for position, slot in enumerate(unit.slots):
-                start, stop = max(slot.offset_numel, begin, first), min(slot.end_numel, end, last)
-                if start < stop and self._streams(unit, position):
+            for position, slot, start, stop in unit.overlaps(max(begin, first), min(end, last)):
+                if self._streams(unit, position):
                     yield column, slot, start, stop
 
     def _stretches(self, source: Source, units: Sequence[Unit], label: str) -> Iterator[Stretch]:

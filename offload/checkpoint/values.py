@@ -572,7 +572,6 @@ def overlaps(chunk: Chunk, *, at_most: int | None = None) -> Iterator[tuple[int,
 
     With `at_most`, a multiple of :data:`SLOT_ALIGN_NUMEL`, no range is longer.
     """
-    for index, slot in enumerate(chunk.unit.slots):
-        start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
-        for begin in range(start, stop, at_most or max(stop - start, 1)):
+    for index, slot, start, stop in chunk.unit.overlaps(chunk.begin, chunk.end):
+        for begin in range(start, stop, at_most or stop - start):
             yield index, slot, begin, min(begin + (at_most or stop), stop)

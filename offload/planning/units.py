@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from offload.sizes import round_up
 
@@ -76,6 +76,13 @@ class Unit:
     def param_bytes(self) -> int:
         """Bytes of the PARAM shard."""
         return self.numel * self.itemsize
+
+    def overlaps(self, begin: int, end: int) -> Iterator[tuple[int, Slot, int, int]]:
+        """Yield (position, slot, start, stop) of what parameters have of elements [begin, end), if that is any."""
+        for position, slot in enumerate(self.slots):
+            start, stop = max(slot.offset_numel, begin), min(slot.end_numel, end)
+            if start < stop:
+                yield position, slot, start, stop
 
     def chunks(self, chunk_numel: int) -> list[tuple[int, int]]:
         """Return the element ranges [begin, end) in which the unit is updated and swapped."""

@@ -127,11 +127,10 @@ class GradientsOnDevice:
             StateError: as :meth:`address`.
         """
         found = []
-        for where in self._wheres(unit):
-            slot, itemsize = unit.slots[where[1]], self._kept[where].tensor.itemsize
-            first, last = max(begin, slot.offset_numel), min(end, slot.end_numel)
-            if first < last:
-                found.append((first, last - first, self.address(where) + (first - slot.offset_numel) * itemsize))
+        for position, slot, first, last in unit.overlaps(begin, end):
+            if (where := (unit.index, position)) in self._kept:
+                skipped = (first - slot.offset_numel) * self._kept[where].tensor.itemsize
+                found.append((first, last - first, self.address(where) + skipped))
         return found
 
     def release(self, where: Where) -> None:
