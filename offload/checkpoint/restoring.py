@@ -118,6 +118,29 @@ def fp32_values(
     return result | raw
 
 
+def trained_of(index: Index, saved: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any] | None, list[str]]]:
+    """Yield the trained parameters in an optimizer's order, with what it remembers of each: values, names of states.
+
+    Where it has not updated one yet, the values are None, and there are no states.
+
+    Args:
+        index: of the checkpoint.
+        saved: its entry ``optimizer``, decoded.
+    """
+    records = saved["records"]
+    for name in (name for group in saved["groups"] for name in group["params"]):
+        described = index.contents["parameters"][name]
+        record = None if records is None else records.get(name)
+        if not described["trained"]:
+            continue
+        if record is not None:
+            yield name, dict(record["kept"]), list(record["placed"])
+        elif records is None and described["updates"] > 0:
+            yield name, {"step": torch.tensor(float(described["updates"]))}, list(saved["states"])
+        else:
+            yield name, None, []
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fit:
     """How a parameter of a checkpoint gets into an engine.

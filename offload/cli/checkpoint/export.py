@@ -20,7 +20,7 @@ from offload.checkpoint.format.reader import Reader, Source
 from offload.checkpoint.format.safetensors import ITEMSIZES, Member
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.format.writer import FileWriter
-from offload.checkpoint.restoring import fp32_values, read_tensor, read_weights
+from offload.checkpoint.restoring import fp32_values, read_tensor, read_weights, trained_of
 from offload.errors import CheckpointError
 
 BUFFER_PREFIX = "buffer:"
@@ -129,25 +129,13 @@ def _optimizer_dict(
     numbers = {name: number for number, name in enumerate(names)}
     state: dict[int, dict[str, Any]] = {}
     masters: dict[int, torch.Tensor | None] = {}
-    for name, number in numbers.items():
-        described = index.contents["parameters"][name]
-        if not described["trained"]:
-            continue
-        records = saved["records"]
-        record = None if records is None else records.get(name)
-        updated = described["updates"] > 0 if records is None else record is not None
-        kept = list(saved["states"]) if updated else []
-        values = fp32_values(found, name, source, staging, kept)
+    for name, kept, placed in trained_of(index, saved):
+        values = fp32_values(found, name, source, staging, placed)
         parameter = values.pop(PARAMETER)
-        if not updated:
-            if (master := values.get(MASTER)) is not None:
-                masters[number] = None if torch.equal(master, parameter.float()) else master
-            continue
-        if record is not None:
-            wanted = [*record["placed"], *([MASTER] if MASTER in values else [])]
-            state[number] = {**record["kept"], **{one: values[one] for one in wanted}}
-        else:
-            state[number] = {"step": torch.tensor(float(described["updates"])), **values}
+        if kept is not None:
+            state[numbers[name]] = {**kept, **values}
+        elif (master := values.get(MASTER)) is not None:
+            masters[numbers[name]] = None if torch.equal(master, parameter.float()) else master
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
     return {
         "state": state,

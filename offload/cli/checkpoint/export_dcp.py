@@ -28,7 +28,7 @@ from offload.checkpoint.format.nested import decode
 from offload.checkpoint.format.reader import Source
 from offload.checkpoint.format.safetensors import DTYPES
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
-from offload.checkpoint.restoring import fp32_values, read_tensor
+from offload.checkpoint.restoring import fp32_values, read_tensor, trained_of
 from offload.errors import CheckpointError
 from offload.memory.machine import free_space
 from swap.errors import SwapFullError, format_bytes
@@ -118,16 +118,11 @@ class _Content:
 
     def _optimizer(self, index: Index, saved: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, dict[str, Any]] = {}
-        for name in (name for group in saved["groups"] for name in group["params"]):
-            described, records = index.contents["parameters"][name], saved["records"]
-            record = None if records is None else records.get(name)
-            updated = described["updates"] > 0 if records is None else record is not None
-            if not described["trained"] or not updated:
-                continue
-            placed = self._states[name] = list(saved["states"] if record is None else record["placed"])
-            kept = {"step": torch.tensor(float(described["updates"]))} if record is None else dict(record["kept"])
-            later = {one: self._later(f"optimizer.state.{name}.{one}", name, one) for one in placed}
-            state[name] = {**kept, **later}
+        for name, kept, placed in trained_of(index, saved):
+            if kept is not None:
+                self._states[name] = placed
+                later = {one: self._later(f"optimizer.state.{name}.{one}", name, one) for one in placed}
+                state[name] = {**kept, **later}
         masters = {name: self._later(f"masters.{name}", name, MASTER) for role, name in self._found if role == MASTER}
         groups = [{**_defaults(saved["class"]), **group} for group in saved["groups"]]
         optimizer = {"state": state, "param_groups": groups}
