@@ -49,6 +49,18 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def read_at(descriptor: int, target: memoryview, offset_bytes: int) -> int:
+    """Read bytes of a file to `target`; returns how many: fewer than it has room for if the file ends before.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    done = 0
+    while done < len(target) and (count := os.preadv(descriptor, [target[done:]], offset_bytes + done)):
+        done += count
+    return done
+
+
 class OpenFiles:
     """Files that are being read, opened when they are first needed."""
 
@@ -69,15 +81,12 @@ class OpenFiles:
         if not size:
             return
         target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        offset, done = tensor.offset_bytes + begin * tensor.dtype.itemsize, 0
-        while done < size:
-            count = os.preadv(descriptor, [target[done:]], offset + done)
-            if not count:
-                raise ConfigError(
-                    f"{tensor.path}: expected tensor {tensor.name} to have {format_bytes(tensor.size_bytes)} but the "
-                    f"file ends at byte {offset + done}; it was cut off while it was being read: copy it again"
-                )
-            done += count
+        offset = tensor.offset_bytes + begin * tensor.dtype.itemsize
+        if (done := read_at(descriptor, target, offset)) < size:
+            raise ConfigError(
+                f"{tensor.path}: expected tensor {tensor.name} to have {format_bytes(tensor.size_bytes)} but the "
+                f"file ends at byte {offset + done}; it was cut off while it was being read: copy it again"
+            )
 
     def close(self) -> None:
         """Close all. Idempotent."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
-import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from offload.checkpoint.safetensors_files import find_tensors
+from offload.checkpoint.safetensors_files import find_tensors, read_at
 from offload.errors import ConfigError
 
 
@@ -47,20 +45,18 @@ class FileTensor:
         if self.stride != contiguous_stride(self.shape) and stop - start:
             return self._read_strided(start, stop)
         elements = torch.empty(stop - start, dtype=self.dtype, device="cpu")
-        target: Any = elements.view(torch.uint8).numpy()
-        done, offset = 0, self.offset_bytes + start * self.dtype.itemsize
+        target = elements.view(torch.uint8).numpy().data
+        offset = self.offset_bytes + start * self.dtype.itemsize
         try:
             with self.path.open("rb", buffering=0) as file:
-                while done < len(target):
-                    count = os.preadv(file.fileno(), [target[done:]], offset + done)
-                    if not count:
-                        raise ConfigError(
-                            f"{self.path}: expected {len(target)} bytes at {offset} but got {done}; it was cut off "
-                            "since it was opened: copy it again"
-                        )
-                    done += count
+                done = read_at(file.fileno(), target, offset)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be read: {error}") from error
+        if done < len(target):
+            raise ConfigError(
+                f"{self.path}: expected {len(target)} bytes at {offset} but got {done}; it was cut off since it was "
+                "opened: copy it again"
+            )
         return elements
 
     def _read_strided(self, start: int, stop: int) -> torch.Tensor:
