@@ -7,6 +7,7 @@ one run through it is at the end.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import math
@@ -32,6 +33,7 @@ from offload.cli.finetune.sequences import Cut, orders
 from offload.cli.finetune.settings import EngineSettings, FinetuneError, Settings, settings_of
 from offload.cli.finetune.text import first_sentences, make_windows, read_text, split_text
 from offload.cli.models import positions_of
+from offload.errors import ConfigError
 from offload.sizes import short_bytes
 from offload.stats import LINKS, LinkStats, Stats
 
@@ -363,6 +365,21 @@ def test_json_report_is_plain_and_complete(tmp_path: Path) -> None:
     assert values["tokens_per_second"] == 256.0 and values["settings"] == {"text": "x"}
     assert set(values) >= {field.name for field in dataclasses.fields(report.Report)}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_report_that_cannot_be_written_leaves_no_half_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def full(*paths: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    for write, name in ((report.write_json, "report.json"), (report.write_plot, "loss.png")):
+        with pytest.raises(ConfigError, match=f"--output: expected a file that can be written but got .*{name}"):
+            write(make_report(), tmp_path / name)
+    assert not list(tmp_path.iterdir())
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ GOOD = Facts(
     gpus=(GpuFacts(name="RTX 4090", memory_bytes=24 * GIB, capability=(8, 9)),),
     gpu_present=True,
     gpu_driver="550.54",
-    paths=(PathFacts(path="/nvme", alignment_bytes=512, mount=machine.Mount("ext4", "259:1", False, "nvme0n1"),
+    paths=(PathFacts(path="/nvme", alignment_bytes=512, mount=machine.Mount("ext4", "259:1", "nvme0n1"),
                      free_bytes=500 * GIB),),
 )  # fmt: skip
 
@@ -122,10 +122,10 @@ def test_each_fault_is_named_with_a_remedy(change: dict[str, object], subject: s
     ("path", "level", "words"),
     [
         (PathFacts(path="/x", error="there is no such folder"), Level.PROBLEM, "no such folder"),
-        (PathFacts(path="/x", mount=machine.Mount("tmpfs", "0:27", False)), Level.PROBLEM, "host memory"),
-        (PathFacts(path="/x", mount=machine.Mount("nfs4", "0:40", False)), Level.WARNING, "network"),
+        (PathFacts(path="/x", mount=machine.Mount("tmpfs", "0:27")), Level.PROBLEM, "host memory"),
+        (PathFacts(path="/x", mount=machine.Mount("nfs4", "0:40")), Level.WARNING, "network"),
         (PathFacts(path="/x", direct=False), Level.WARNING, "page cache"),
-        (PathFacts(path="/x", mount=machine.Mount("ext4", "8:1", False, "sda", None, True)), Level.WARNING, "spinning"),
+        (PathFacts(path="/x", mount=machine.Mount("ext4", "8:1", "sda", None, True)), Level.WARNING, "spinning"),
         (PathFacts(path="/x", free_bytes=GIB), Level.WARNING, "free space"),
     ],
 )
@@ -147,7 +147,7 @@ def test_io_uring_has_one_remedy_per_cause() -> None:
 
 
 def test_virtual_drives_that_claim_to_spin_are_believed_not_to() -> None:
-    path = PathFacts(path="/x", mount=machine.Mount("ext4", "254:0", False, "vda", None, True), free_bytes=99 * GIB)
+    path = PathFacts(path="/x", mount=machine.Mount("ext4", "254:0", "vda", None, True), free_bytes=99 * GIB)
     assert bad(dataclasses.replace(GOOD, paths=(path,))) == []
 
 
@@ -283,7 +283,7 @@ def test_mount_of_takes_the_deepest_and_the_last(tmp_path: Path) -> None:
         "garbage\n"
     )
     mount = machine.mount_of(inside, table, tmp_path / "block")
-    assert mount == machine.Mount("xfs", "259:1", True, "259:1", "Fast Drive", False)
+    assert mount == machine.Mount("xfs", "259:1", "259:1", "Fast Drive", False)
     outside = machine.mount_of(tmp_path, table, tmp_path / "block")
     assert outside is not None and outside.file_system == "ext4" and outside.drive is None
     assert machine.mount_of(tmp_path / "missing", table) is None

@@ -446,7 +446,7 @@ def _uring(facts: Facts) -> Verdicts:
 def _path(path: PathFacts) -> Verdicts:
     if path.error is not None:
         return _problem(path.error, "name a folder on a local drive that this user can write to")
-    mount = path.mount or machine.Mount("unknown file system", "", False)
+    mount = path.mount or machine.Mount("unknown file system", "")
     parts = [mount.file_system]
     if mount.drive:
         parts.append(f"on {mount.model or mount.drive}")

@@ -179,7 +179,6 @@ class Mount:
     Attributes:
         file_system: its type, such as "ext4".
         device: number of the block device, "major:minor".
-        read_only: mounted without permission to write.
         drive: name of the block device in /sys/block, None where there is none (tmpfs, network, overlay).
         model: what the drive calls itself.
         rotational: a spinning disk; None when not known.
@@ -187,7 +186,6 @@ class Mount:
 
     file_system: str
     device: str
-    read_only: bool
     drive: str | None = None
     model: str | None = None
     rotational: bool | None = None
@@ -215,7 +213,7 @@ def mount_of(path: str | Path, mountinfo: str | None = None, sys_block: Path = P
         point = Path(fields[4].replace("\\040", " "))
         if (point == resolved or point in resolved.parents) and len(point.parts) >= longest:
             longest = len(point.parts)
-            best = Mount(kind[0], fields[2], "ro" in fields[5].split(","))
+            best = Mount(kind[0], fields[2])
     if best is None:
         return None
     with contextlib.suppress(OSError):

@@ -37,7 +37,6 @@ class Role(Enum):
     STATE_5 = "state_5"
     STATE_6 = "state_6"
     SCALES = "scales"  # of the blocks of 8-bit states
-    ACTIVATION = "activation"
 
     __hash__ = object.__hash__
 

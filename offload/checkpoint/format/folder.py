@@ -22,6 +22,7 @@ from offload.checkpoint.format.index import FILE_NAME, DamagedError, Index
 from offload.checkpoint.format.locks import lock, open_to_lock, unlock
 from offload.checkpoint.format.small_files import write_text
 from offload.errors import CheckpointError
+from swap.durable.disk import Disk
 from swap.errors import SwapFullError, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ LOCK = ".lock"
 _SAVING = ".saving-"  # under way, or what a broken-off save has left
 _REPLACED = ".replaced-"  # while another one takes its place
 _DELETED = ".deleted-"
+_DISK = Disk()
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
 
 
@@ -244,17 +246,17 @@ class Folder:
         replaces = False
         try:
             write_text(folder / FILE_NAME, index)
-            sync_directory(folder)
+            _DISK.sync_directory(str(folder))
             replaces = target.exists()
             if replaces and (aside.exists() or not self._put_aside(target, aside)):  # aside is what somebody reads
                 raise CheckpointError(
                     f"checkpoint {target}: is being read and cannot be replaced; save under another tag"
                 )
             folder.rename(target)
-            sync_directory(self.path)
+            _DISK.sync_directory(str(self.path))
             if latest:
                 write_text(self.path / LATEST, f"{tag}\n")
-                sync_directory(self.path)
+                _DISK.sync_directory(str(self.path))
         except BaseException as error:
             if replaces and not target.exists():
                 with contextlib.suppress(OSError):  # the next save tries again
@@ -291,7 +293,7 @@ class Folder:
         gone = self.given_up()
         with contextlib.suppress(OSError):
             if gone:
-                sync_directory(self.path)  # else a power cut may leave the old names, and half of the files
+                _DISK.sync_directory(str(self.path))  # else a power cut may leave the old names, and half of the files
             for path in gone:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -406,12 +408,3 @@ def check_tag(tag: str) -> str:
             f"tag: expected letters, digits and any of '_.+=-', not beginning with one of '.+=-', but got {tag!r}"
         )
     return tag
-
-
-def sync_directory(path: Path) -> None:
-    """Return when the names in a directory are on the drive."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

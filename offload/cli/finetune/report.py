@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.replacing import replacing
 from offload.sizes import MIB, short_bytes
 
 RSS_HEADROOM_BYTES = 64 * MIB  # what the process may need beyond its budgets and the interpreter itself
@@ -212,9 +212,8 @@ def render(report: Report) -> str:
 
 def write_json(report: Report, path: Path) -> None:
     """Write the report as JSON; the file appears complete or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path, "--output") as file:
+        file.write(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def smoothed(losses: Sequence[float], *, width: int = 9) -> list[float]:
@@ -278,6 +277,5 @@ def write_plot(report: Report, path: Path) -> None:
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False, loc="upper right", fontsize=9)
     axes.set_ylim(*loss_range(report))
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with replacing(path, "--output") as file:
+        figure.savefig(file.buffer, format="png")

@@ -16,19 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.mapped import memory_of
 from offload.errors import ConfigError
 from offload.initialisation import init
 from offload.integrations.deepspeed.config import nvme_path_of
 from offload.integrations.deepspeed.engine import DeepSpeedEngine, engine_of
 from offload.integrations.deepspeed.refusals import missing
 from offload.integrations.libraries import processes
-from offload.memory.machine import mount_of
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
 logger = logging.getLogger(__name__)
-
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class Init(contextlib.AbstractContextManager["Init"]):
@@ -87,8 +85,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     stack.callback(torch.set_default_dtype, torch.get_default_dtype())
                     torch.set_default_dtype(self._dtype)
                 folder = Path(self._path or tempfile.gettempdir())
-                mount = mount_of(folder)
-                if self._path is None and mount is not None and mount.file_system in _IN_MEMORY:
+                if self._path is None and memory_of(folder) is not None:
                     logger.warning("zero.Init: %s is in memory, and so is the model; give the configuration", folder)
                 else:
                     stack.enter_context(init(folder))
