@@ -1,23 +1,6 @@
-// The avx2 path: see kernels_impl.h for the kernels and vec_avx2.h for the instructions.
-#include "kernels.h"
-
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <type_traits>
-
+// The avx2 path: see kernels_path.h.
 #include <immintrin.h>
 
-namespace offload::cpu_adam {
-namespace {
-#include "vec_avx2.h"
-// then what is written over it
-#include "kernels_impl.h"
-}  // namespace
-
-const Kernels& avx2_kernels() {
-    static constexpr Kernels kKernels = make_kernels();
-    return kKernels;
-}
-
-}  // namespace offload::cpu_adam
+#define VEC_HEADER "vec_avx2.h"
+#define KERNELS avx2_kernels
+#include "kernels_path.h"
