@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
+import benches
 import pytest
-
-BENCH = Path(__file__).resolve().parent.parent / "bench" / "activations.py"
 
 
 @pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
-    output = tmp_path / "activations.json"
-    command = [sys.executable, str(BENCH), "--smoke", "--path", str(tmp_path), "--json", str(output)]
-    command += ["--modes", "keep", "host", "nvme"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    words = ["--smoke", "--path", str(tmp_path), "--modes", "keep", "host", "nvme"]
+    result, done = benches.run("activations", tmp_path, *words)
     assert "losses of all modes have the same bits" in done.stdout
-    modes = json.loads(output.read_text(encoding="utf-8"))["modes"]
+    modes = result["modes"]
     for mode in ("host", "nvme"):
         assert modes[mode]["booked_bytes"] < 0.4 * modes["keep"]["booked_bytes"]
         # What is asked for on its way out need not come back: of the device's part at most, or of the staging.
@@ -33,12 +26,9 @@ def test_smoke(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_grid(tmp_path: Path) -> None:
-    output = tmp_path / "grid.json"
-    command = [sys.executable, str(BENCH), "--grid", "--smoke", "--path", str(tmp_path), "--json", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    result, done = benches.run("activations", tmp_path, "--grid", "--smoke", "--path", str(tmp_path))
     assert "losses of all ways have the same bits" in done.stdout
-    cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    cells = result["cells"]
     assert len(cells) == 2
     for cell in cells:
         assert all(told.startswith(("offload, ", "recompute, ")) and "by the plan" in told for told in cell["told"])
@@ -47,12 +37,9 @@ def test_grid(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_longest_contexts(tmp_path: Path) -> None:
     """Where the model's own loss and activations have room for 1024 tokens, others have it for eight times as many."""
-    output = tmp_path / "contexts.json"
-    command = [sys.executable, str(BENCH), "--smoke", "--context", "--device", "12MiB", "--path", str(tmp_path)]
-    command += ["--json", str(output), "--modes", "keep", "recompute"]
+    words = ["--smoke", "--context", "--device", "12MiB", "--path", str(tmp_path), "--modes", "keep", "recompute"]
     for trials in (3, 0):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
+        result, done = benches.run("activations", tmp_path, *words)
         assert done.stderr.count(" tokens: ") == trials  # they are not made again
-    contexts = json.loads(output.read_text(encoding="utf-8"))["contexts"]
+    contexts = result["contexts"]
     assert {mode: found["tokens"] for mode, found in contexts.items()} == {"keep": 1024, "recompute": 8192}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
+import benches
 import documents
 import pytest
 from hypothesis import given
@@ -21,18 +19,10 @@ from offload.planning.hardware import DESKTOP
 
 pytestmark = pytest.mark.usefixtures("sim")
 
-BENCH = Path(__file__).resolve().parent.parent / "bench" / "simulated.py"
-
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-    spec = importlib.util.spec_from_file_location("bench_simulated", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_simulated", module)
-    spec.loader.exec_module(module)
-    return module
+    return benches.load("simulated", monkeypatch)
 
 
 def test_a_batch_near_break_even(bench: ModuleType) -> None:
@@ -46,8 +36,7 @@ def test_a_batch_near_break_even(bench: ModuleType) -> None:
 
 def test_activations_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small model: copies go beside compute, in less time than torch's, with as much of the device."""
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-    bench = importlib.import_module("bench.simulated_activations")
+    bench = benches.load("simulated_activations", monkeypatch)
     result = bench.run_setting(bench.SMALL, bench.SETTINGS[0])
     found = result["modes"]
     assert set(found) == set(bench.MODES)
@@ -61,10 +50,7 @@ def test_activations_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
-    output = tmp_path / "simulated.json"
-    command = [sys.executable, str(BENCH), "--smoke", "--json", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
+    result, done = benches.run("simulated", tmp_path, "--smoke")
     for line in (
         "states on NVMe, desktop",
         "units in the median",
@@ -74,7 +60,6 @@ def test_smoke(tmp_path: Path) -> None:
         "offload.plan says",
     ):
         assert line in done.stdout
-    result = json.loads(output.read_text(encoding="utf-8"))
     assert set(result["machines"]) == {"desktop", "h200"} and len(result["cases"]) == 2
     for case in result["cases"]:
         assert 0 < case["U"] <= 1 and 0 < case["R"] <= 1 and case["step_s"] >= case["bound_s"]
@@ -126,7 +111,7 @@ def rows_of(path: str, heading: str, first: str) -> list[list[str]]:
 
 def test_documents_say_what_is_stored() -> None:
     """Tables of steps by the clock, of steps that clip, and of what the plan predicts."""
-    cases = json.loads((BENCH.parent / "results" / "simulated.json").read_text(encoding="utf-8"))["cases"]
+    cases = json.loads((benches.BENCH / "results" / "simulated.json").read_text(encoding="utf-8"))["cases"]
     calm, clipped = ([case for case in cases if case["clips"] is clips] for clips in (False, True))
     rows = rows_of("bench/results.md", "A step by the clock", "parameters, states | machine | tokens | step | bound")
     assert [row[3:] for row in rows] == [

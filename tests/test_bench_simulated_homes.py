@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
+import benches
 import pytest
 
 pytestmark = pytest.mark.usefixtures("sim")
 
-BENCH = Path(__file__).resolve().parent.parent / "bench" / "homes.py"
-
 
 @pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
-    output = tmp_path / "homes.json"
-    command = [sys.executable, str(BENCH), "--smoke", "--json", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(output.read_text(encoding="utf-8"))
+    result, done = benches.run("homes", tmp_path, "--smoke")
     assert result["random"] == 2 and len(result["settings"]) == 2
     for setting in result["settings"]:
         assert setting["name"] in done.stdout and len(setting["seconds"]) == 2

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
+import benches
 import pytest
 from simulated.ranks import GRADIENTS, PARAMETERS
 
 pytestmark = pytest.mark.usefixtures("sim")
 
-BENCH = Path(__file__).resolve().parent.parent / "bench" / "simulated_ranks.py"
-
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH.parent))
-    spec = importlib.util.spec_from_file_location("bench_simulated_ranks", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bench_simulated_ranks", module)
-    spec.loader.exec_module(module)
-    return module
+    return benches.load("simulated_ranks", monkeypatch)
 
 
 @pytest.mark.nightly
-def test_smoke() -> None:
-    done = subprocess.run([sys.executable, str(BENCH), "--smoke"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_smoke(tmp_path: Path) -> None:
+    _, done = benches.run("simulated_ranks", tmp_path, "--smoke")
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [f"2 ranks, stage {n}" for n in (1, 2, 3)]
 
 

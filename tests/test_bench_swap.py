@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-BENCH = Path(__file__).resolve().parent.parent / "bench" / "swap.py"
+import benches
 
 
 def test_smoke(tmp_path: Path) -> None:
-    output = tmp_path / "swap.json"
-    command = [sys.executable, str(BENCH), "--smoke", "--path", str(tmp_path), "--json", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    result, done = benches.run("swap", tmp_path, "--smoke", "--path", str(tmp_path))
     for line in (
         "checksums cost a write",
         "checksums cost a read",
@@ -25,7 +19,6 @@ def test_smoke(tmp_path: Path) -> None:
         "bound: one flush",
     ):
         assert line in done.stdout
-    result = json.loads(output.read_text(encoding="utf-8"))
     assert {"kernel", "store", "batch", "tensors", "fetch", "commit", "machine"} <= set(result)
     assert set(result["tensors"]) == {"64 KiB", "256 KiB", "1 MiB"}
     assert all({"write store", "read store"} <= set(figures) for figures in result["tensors"].values())

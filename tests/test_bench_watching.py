@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
+import benches
 import pytest
-
-BENCH = Path(__file__).resolve().parent.parent / "bench" / "watching.py"
 
 
 @pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
-    output = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, str(BENCH), "--smoke", "--json", str(output)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text())
+    found, done = benches.run("watching", tmp_path, "--smoke")
     assert found["spans_of_step"] > 0
     assert found["step_us"] < found["sample_us"] / 10 and found["pass_us"] < found["sample_us"] / 10  # nothing is due
     # at most one sample in 50 ms and one a second for the file, and one write a second

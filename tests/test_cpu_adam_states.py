@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import benches
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -25,7 +22,6 @@ from offload.kernels.optimizers import AdamW
 COMPRESSED = (StateKind.BFLOAT16, StateKind.INT8)
 FIRST, SECOND = (4, True), (5, False)  # bits of exponent, signed
 Doubles = npt.NDArray[np.float64]
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -238,11 +234,7 @@ def test_rounding_is_unbiased(kind: StateKind, value: float) -> None:
 
 @pytest.mark.nightly
 def test_the_bench_of_formats_runs(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "bench" / "state_formats.py"), "--smoke", "--json", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
-    case = json.loads(output.read_text(encoding="utf-8"))["cases"][0]["formats"]
+    case = benches.run("state_formats", tmp_path, "--smoke")[0]["cases"][0]["formats"]
     distance = {name: figures[0] for name, figures in case.items()}
     assert (
         distance["float32"] < distance["bf16, stochastic: `bfloat16`"] < distance["E4M3 and E5M3, stochastic: `int8`"]
@@ -251,11 +243,7 @@ def test_the_bench_of_formats_runs(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_bench_of_processor_time_runs(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "bench" / "format_times.py"), "--smoke", "--json", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
-    places = json.loads(output.read_text(encoding="utf-8"))["places"]
+    places = benches.run("format_times", tmp_path, "--smoke")[0]["places"]
     assert len(places) == 3  # in a cache, and beyond it with one thread and with two
     for rows in places.values():
         assert len(rows) == 2 * len(StateKind)

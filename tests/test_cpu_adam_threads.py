@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import benches
 import pytest
 from kernel_arrays import (
     HYPER,
@@ -146,17 +146,7 @@ def test_unknown_path_in_the_environment_names_the_choices() -> None:
 
 @pytest.mark.nightly
 def test_the_bench_runs(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "bench" / "cpu_adam.py"),
-        "--smoke",
-        "--json",
-        str(tmp_path / "out.json"),
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 0, result.stderr
-    report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    report, _ = benches.run("cpu_adam", tmp_path, "--smoke")
     assert report["isa"] == cpu_adam.isa()
     assert {"commit", "machine"} <= set(report)
     assert len(report["table"]) >= 25

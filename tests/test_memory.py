@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
+import benches
 import pytest
 import torch
 from torch import nn
@@ -20,20 +18,12 @@ from offload.planning.asked import Request
 from offload.planning.planner import make_plan
 from offload.planning.units import Unit, lay_out
 
-ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 
 
-def run_bench(tmp_path: Path, *arguments: str) -> dict[str, object]:
-    result = tmp_path / "memory.json"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "bench/memory.py"), "--path", str(tmp_path), "--json", str(result)]
-    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(result.read_text())
-
-
-def check(figures: dict[str, object], tmp_path: Path) -> None:
+def check(tmp_path: Path, *words: str) -> dict[str, Any]:
+    """Run the bench; return its figures."""
+    figures, _ = benches.run("memory", tmp_path, "--path", str(tmp_path), *words)
     # The modelling library is imported before the engine exists; its code is no part of the budgets.
     assert figures["peak_bytes"] - figures["library_bytes"] <= figures["limit_bytes"]
     for tier, budget in figures["budgets"].items():
@@ -41,6 +31,7 @@ def check(figures: dict[str, object], tmp_path: Path) -> None:
     assert figures["nvme_write"] > 0 and figures["nvme_read"] > 0
     assert figures["losses"][-1] < figures["losses"][0]  # and it learns
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.json"]  # nothing is left behind
+    return figures
 
 
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
@@ -75,7 +66,7 @@ def test_restoring_takes_no_more_than_training(home: str, tmp_path: Path) -> Non
 
 @pytest.mark.nightly
 def test_peak_rss_of_a_small_model_with_spilled_gradients(tmp_path: Path) -> None:
-    check(run_bench(tmp_path, "--smoke"), tmp_path)
+    check(tmp_path, "--smoke")
 
 
 @pytest.mark.parametrize(
@@ -88,24 +79,21 @@ def test_peak_rss_of_a_small_model_with_spilled_gradients(tmp_path: Path) -> Non
 )
 def test_peak_rss_with_activations_that_the_plan_did_not_know(home: str, tmp_path: Path) -> None:
     """Without checkpointing, and with a loss whose temporaries nobody books: the working region gives way."""
-    check(run_bench(tmp_path, "--smoke", "--no-checkpointing", "--steps", "5", "--offload-param", home), tmp_path)
+    check(tmp_path, "--smoke", "--no-checkpointing", "--steps", "5", "--offload-param", home)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_peak_rss_of_a_billion_parameters_in_two_and_a_half_gib(tmp_path: Path) -> None:
-    figures = run_bench(tmp_path)
-    assert figures["parameters"] > 1_050_000_000
-    check(figures, tmp_path)
+    assert check(tmp_path)["parameters"] > 1_050_000_000
 
 
 @pytest.mark.slow
 def test_peak_rss_where_memory_has_no_room_for_gradients_beside_parameters(tmp_path: Path) -> None:
     """As with the billion, a seventh of it: 3 bytes per parameter, of the 16 that training takes."""
     sizes = ["--layers", "10", "--hidden", "1024", "--vocabulary", "16000", "--tokens", "128"]
-    figures = run_bench(tmp_path, *sizes, "--device", "192MiB", "--cpu", "240MiB", "--nvme", "6GiB")
+    figures = check(tmp_path, *sizes, "--device", "192MiB", "--cpu", "240MiB", "--nvme", "6GiB")
     assert figures["budgets"]["device"] + figures["budgets"]["cpu"] < 3.1 * figures["parameters"]
-    check(figures, tmp_path)
 
 
 def llama_units(layers: int, hidden: int, intermediate: int, vocabulary: int, *, tied: bool) -> list[Unit]:

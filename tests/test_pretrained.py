@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benches
 import pytest
 import torch
 import transformers as hf
@@ -23,8 +24,6 @@ from torch import nn
 from offload import AdamW, ConfigError, Engine, load_pretrained
 from offload.checkpoint import module_state, safetensors_files
 from offload.checkpoint.unread_state import warn_of_shard
-
-ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -391,16 +390,12 @@ def test_peak_is_within_budgets(tmp_path: Path) -> None:
 
     What is freed goes back to the system at once: otherwise glibc's heap keeps up to half of a file, by chance.
     """
-    output = tmp_path / "out.json"
-    command = [sys.executable, str(ROOT / "bench" / "load.py"), "--smoke", "--path", str(tmp_path), "--json", output]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(output.read_text())
+    words = ["--smoke", "--path", str(tmp_path)]
+    result, _ = benches.run("load", tmp_path, *words, MALLOC_MMAP_THRESHOLD_=str(64 << 10))
     assert result["file_bytes"] > 290e6 and result["equal"]
     assert result["peak_bytes"] <= result["limit_bytes"] < 0.55 * result["file_bytes"]
     assert result["peak_saving_bytes"] < 1.5 * result["shard_bytes"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["load.json"]
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import benches
 import pytest
 
 from offload.cli.waiting import SPINS, bound_spinning
@@ -82,15 +82,7 @@ def test_examples_bound_spinning_as_commands_do() -> None:
 
 @pytest.mark.nightly
 def test_the_bench_compares_settings_in_both_cases(tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "waiting.py"), "--smoke", "--json", str(output)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(output.read_text(encoding="utf-8"))
+    found, _ = benches.run("waiting", tmp_path, "--smoke")
     assert len(found["cases"]) == 2
     for name, rows in found["cases"].items():
         assert set(rows) == set(found["turns"][name]) == {"default", "passive", "spin 1000"}
