@@ -53,6 +53,10 @@ class _Nowhere:
     def note_use(self, tensor: torch.Tensor) -> None:
         """See :class:`offload.memory.transfer.Mover`."""
 
+    def note_stream(self) -> int:
+        """See :class:`offload.memory.transfer.Mover`."""
+        return 0
+
     def put_many(self, items: Sequence[object]) -> list[_Over]:
         """See :class:`swap.SwapStore`."""
         return [_Over() for _ in items]

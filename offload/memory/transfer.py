@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
@@ -22,6 +23,9 @@ from offload.memory.budget import Claim
 from offload.stats import Counters
 
 logger = logging.getLogger(__name__)
+
+PART_S = 1.0  # of a wait for a worker, and what it has at least when the process goes on
+STOPPED_S = 0.5  # by which a part took longer than asked: the process was stopped
 
 
 class LeftToWhoNeedsIt:
@@ -83,15 +87,31 @@ class TicketGroup:
         return all(ticket.done() for ticket in self._tickets)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for every ticket, also after one has failed: its buffers are in use. Raise the first error."""
+        """Wait for every ticket, also after one has failed: its buffers are in use. Raise the first error.
+
+        All are under way together: where one is late, no other is waited for as long again.
+        """
         failure: BaseException | None = None
         for ticket in self._tickets:
             try:
                 ticket.wait(timeout_s)
             except OSError as error:
                 failure = failure or error
+                if isinstance(error, TimeoutError):
+                    timeout_s = 0.0
         if failure is not None:
             raise failure
+
+
+def wait_out(tickets: Iterable[Ticket | Transfer], timeout_s: float) -> None:
+    """Wait for what is under way together, whatever becomes of it; what is late shares one deadline."""
+    for ticket in tickets:
+        with contextlib.suppress(Exception):
+            try:
+                ticket.wait(timeout_s)
+            finally:
+                if not ticket.done():
+                    timeout_s = 0.0
 
 
 class FutureTransfer:
@@ -114,20 +134,33 @@ class FutureTransfer:
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the worker; the time begins again while that waits for what has a deadline of its own."""
+        """Wait for the worker; the time begins again while that waits for what has a deadline of its own.
+
+        Time during which the process is stopped does not count: parts are counted, however long each has taken.
+        """
+        left_s, is_graced = timeout_s, False
         while True:
+            part_s = None if left_s is None else min(left_s, PART_S)
+            begin = time.monotonic()
             try:
-                self._future.result(timeout_s)
+                self._future.result(part_s)
                 return
             except FutureTimeoutError:
                 if self._future.done():
                     self._future.result()  # it has ended meanwhile, or failed with such an error itself
                     return
+            assert left_s is not None and part_s is not None
+            left_s -= part_s
+            if not is_graced and time.monotonic() - begin - part_s > STOPPED_S:
+                left_s, is_graced = max(left_s, PART_S), True  # for the worker to catch up
+            if left_s > 0:
+                continue
             if not self._is_waiting():
                 raise OffloadError(
                     f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
                     "raise io_deadline_s if the machine is just slow"
                 )
+            left_s = timeout_s
 
 
 class Brought(FutureTransfer):

@@ -20,7 +20,7 @@ from offload.labels import labelled
 from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Tier
 from offload.memory.region import Region
-from offload.memory.transfer import Ticket, TicketGroup, Transfer
+from offload.memory.transfer import Ticket, TicketGroup, Transfer, wait_out
 from offload.planning.plan import Plan
 from offload.planning.roles import STATE_ROLES, Role
 from offload.shards.shard import IN_FLIGHT, Event, Shard, State, advance, check
@@ -459,9 +459,7 @@ class Copies:
 
     def close(self) -> None:
         """Let everything come to rest."""
-        for transfer in self._transfers.values():
-            with contextlib.suppress(Exception):  # closing: nobody needs the bytes any more
-                transfer.wait(self._deadline_s)
+        wait_out(self._transfers.values(), self._deadline_s)  # nobody needs the bytes any more
         self._transfers.clear()
 
     def strays(self) -> list[Callable[[], bool]]:

@@ -8,7 +8,6 @@ Knows no hyper-parameters.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import sys
@@ -21,7 +20,7 @@ from offload.kernels.on_device import Stepper
 from offload.labels import labelled
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
-from offload.memory.transfer import Ticket
+from offload.memory.transfer import Ticket, wait_out
 from offload.planning.plan import LARGE_CHUNK_NUMEL, STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
@@ -150,11 +149,11 @@ def come_to_rest(chunks: Iterable[Chunk], tiers: Tiers) -> None:
     for chunk in reversed(chunks):  # the last ones are those that a worker has not begun
         if chunk.task is not None:
             settle(chunk.task)
-    for chunk in chunks:
-        for ticket in (*chunk.reading, *chunk.writing):
-            with contextlib.suppress(Exception):
-                ticket.wait(tiers.deadline_s)
-        tiers.copies.leave_late((*chunk.reading, *chunk.writing))
+    tickets = [ticket for chunk in chunks for ticket in (*chunk.reading, *chunk.writing)]
+    try:
+        wait_out(tickets, tiers.deadline_s)
+    finally:
+        tiers.copies.leave_late(tickets)
 
 
 class Pipeline:
