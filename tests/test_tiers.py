@@ -89,6 +89,14 @@ def test_a_copy_is_handed_over_where_it_takes_longer_than_that() -> None:
         host.close()
 
 
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_memory_that_the_system_does_not_map_is_a_budget_too_large(tier: Tier) -> None:
+    size = 1 << 57  # more than addresses reach
+    words = rf'^{tier.value} budget: expected 131072.00 TiB of main memory .*; lower max_memory\["{tier.value}"\]'
+    with pytest.raises(BudgetError, match=words):
+        HostArena(tier, size)
+
+
 # --- Budget ---------------------------------------------------------------------------------------------------------
 
 

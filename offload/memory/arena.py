@@ -133,10 +133,23 @@ class HostArena(Arena):
     elastic = True
 
     def __init__(self, tier: Tier, size_bytes: int) -> None:
+        """Map it.
+
+        Raises:
+            BudgetError: the system does not.
+        """
         self._mapping: mmap.mmap | None = None
         self._start = 0
         if size_bytes:
-            self._mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            try:
+                self._mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=flags)
+            except OSError as error:
+                raise BudgetError(
+                    f"{tier.value} budget: expected {format_bytes(size_bytes)} of main memory but the system does not "
+                    f'map them ({error}); lower max_memory["{tier.value}"], or raise what a process may map '
+                    "(ulimit -v, vm.overcommit_memory)"
+                ) from error
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
                 if hasattr(mmap, advice):
                     try:
