@@ -269,6 +269,23 @@ def test_memory_that_stays_is_not_an_activation() -> None:
     assert bench.region.size_bytes == 600 * MIB
 
 
+def test_memory_that_the_user_frees_gives_activations_no_more_room() -> None:
+    """What he had when the engine was made, or has taken meanwhile."""
+    bench = Bench()
+    for more in (-400, 5000, -5000):  # MiB
+        bench.activations.open_pass()
+        bench.meter.resident += max(more, 0) * MIB
+        bench.activations.balance()
+        bench.activations.close_pass()
+        bench.meter.resident += min(more, 0) * MIB
+        bench.activations.open_pass()
+        bench.meter.resident += 700 * MIB
+        bench.activations.balance()
+        bench.meter.resident -= 700 * MIB
+        bench.activations.close_pass()
+        assert bench.region.size_bytes <= 1000 * MIB - 700 * MIB
+
+
 def test_a_failed_pass_is_forgotten() -> None:
     bench = Bench()
     bench.activations.open_pass()

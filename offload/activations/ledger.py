@@ -223,11 +223,12 @@ class Activations:
         self._floor_bytes = 0  # what is resident beside the region when nothing is kept
         self._high_water_bytes = 0
         self._gradient_bytes = gradient_bytes
+        self._outside_bytes = beside_bytes + gradient_bytes
         self.first_pass: Passed | None = None
         self.last_pass: Passed | None = None
         if meter is not None:
             meter.trim()  # what loading the model has left behind
-            self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes + gradient_bytes
+            self._floor_bytes = meter.now_bytes() - region.size_bytes + self._outside_bytes
             self._high_water_bytes = meter.high_water_bytes()
 
     def is_empty(self) -> bool:
@@ -356,6 +357,9 @@ class Activations:
         if self._meter is not None and self.is_empty():
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
                 self._meter.trim()
+            if not self._meter.notes_peaks:  # what the user has freed meanwhile is nobody's any more
+                floor_bytes = self._meter.now_bytes() - self._region.size_bytes + self._outside_bytes
+                self._floor_bytes = min(self._floor_bytes, floor_bytes)
             self._high_water_bytes = self._meter.high_water_bytes()
             self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = self._seen_bytes = 0
             self._early_bytes = 0 if self._region.leaving_bytes else None  # those of the last pass are in the way
