@@ -15,7 +15,8 @@ from test_host_updates import make, seen_in
 
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
-from swap import Fault, FaultTarget
+from offload.shards.forward_updates import ForwardUpdates
+from swap import Fault, FaultTarget, SwapDeadlineError, SwapError
 
 HOMES = [("cpu", "nvme"), ("none", "nvme"), ("nvme", "cpu")]
 
@@ -65,28 +66,36 @@ def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_p
 
 
 @pytest.mark.usefixtures("single_torch_thread")
-def test_a_read_that_fails_behind_a_step_is_met_by_whoever_needs_it(tmp_path: Path) -> None:
+def test_a_read_that_fails_or_is_late_behind_a_step_is_met_by_whoever_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Somebody views parameters, so the step updates them, and before it units whose states must be read."""
 
-    def run(*, fails: bool, **where: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def miss_deadline(*_: object) -> None:
+        raise SwapDeadlineError("a drive that stalls")
+
+    def run(how: str, **where: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         with Engine(make(), AdamW(lr=1e-2), **where) as engine:
             view = engine.module[2].weight.data
             for number in range(3):
                 train(engine, number)
                 store = engine._manager.tiers.store
-                if store is not None and fails and number == 1:
-                    engine.drain()
-                    store.inject(Fault(nth=1, target=FaultTarget.READS))
-                engine.step()
-                if store is not None and fails and number == 1:
-                    assert engine.stats().step == 2, "it is taken: the micro-batch is not run again"
-                    store.clear_faults()
+                with monkeypatch.context() as patch:
+                    if store is not None and number == 1:
+                        engine.drain()
+                        if how == "fails":
+                            store.inject(Fault(nth=1, target=FaultTarget.READS))
+                        if how == "is late":
+                            patch.setattr(ForwardUpdates, "_wait", miss_deadline)
+                    engine.step()
+                    if store is not None:
+                        assert engine.stats().step == number + 1, "it is taken: the micro-batch is not run again"
+                        store.clear_faults()
             return everything(engine), view.clone()
 
-    truth = run(fails=False, **everything_on_device())
-    for fails in (False, True):
-        where = mixed(("cpu", "nvme"), tmp_path)
-        ours = run(fails=fails, **where)
+    truth = run("works", **everything_on_device())
+    for how in ("works", "fails", "is late"):
+        ours = run(how, **mixed(("cpu", "nvme"), tmp_path))
         assert_same_tensors(ours[0], truth[0])
         assert torch.equal(ours[1], truth[1])
 

@@ -654,3 +654,20 @@ def test_temporaries_of_updates_inside_a_forward_do_not_count_for_the_device(tmp
             x = torch.randn(2, 2048, generator=torch.Generator().manual_seed(number))
             engine.backward(engine(x).pow(2).mean())
             engine.step()
+
+
+def test_an_error_of_the_class_is_raised_by_the_step_that_it_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a RuntimeError, as errors of devices are, which others meet later: here nobody could."""
+
+    def diverge(*_: object) -> None:
+        raise RuntimeError("it diverged")
+
+    model = nn.Linear(4, 4)
+    with Engine(model, Custom(model.parameters(), 1e-2, gain=2.0), **everything_on_device()) as engine:
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        monkeypatch.setattr(Custom, "step", diverge)
+        with pytest.raises(RuntimeError, match="it diverged") as caught:
+            engine.step()
+        assert caught.traceback[-1].name == "diverge"
+        with pytest.raises(offload.StateError, match="a step failed half way.*it diverged"):
+            engine(torch.ones(1, 4))

@@ -347,8 +347,9 @@ def test_an_error_of_the_arithmetic_loses_the_step() -> None:
         step.updates.advance()
         with pytest.raises(ValueError, match="no such kernel"):
             step.manager.acquire(2)
-        with pytest.raises(StateError, match="failed half way.*no such kernel"):
+        with pytest.raises(StateError, match="failed half way.*no such kernel") as again:
             step.manager.finish_updates()
+        assert again.value.__cause__ is step.error, "whose traceback leads to who has raised it"
         assert step.manager.has_lost_content() and not step.worker.queue, "nothing of the rest is worked on"
 
 

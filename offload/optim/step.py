@@ -22,6 +22,7 @@ from offload.planning.units import Unit, Where
 from offload.shards.gathers import make_updates
 from offload.shards.gradients import GradientNorm
 from offload.shards.manager import Manager
+from swap import SwapDeadlineError
 
 logger = logging.getLogger(__name__)
 
@@ -237,6 +238,7 @@ class Step:
             ConfigError: a hyper-parameter is out of its range.
             NonFiniteError: a gradient is not finite.
             StateError: parameters are in use, or nobody has said who averages. Nothing was changed in any case.
+            Exception: what an update has raised, as one of the user's class; a part of the step is lost.
         """
         self.micro_batches.refuse_ambiguity()
         manager, averaging = self._manager, self.averaging()
@@ -260,11 +262,16 @@ class Step:
         self._run.scaler.succeeded()
         if not self.overlap:
             make_updates(manager, updated)
-        with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
-            self._update_now(left)
-            manager.prefetch(uses=1)  # while nothing is updated, so that everything can be moved
-            manager.forward.read_ahead()
-            manager.prefetch()
+        try:
+            with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
+                self._update_now(left)
+                manager.prefetch(uses=1)  # while nothing is updated, so that everything can be moved
+                manager.forward.read_ahead()
+                manager.prefetch()
+        except SwapDeadlineError as error:  # whoever needs the bytes waits again
+            logger.warning("step: %s", str(error))
+        if manager.forward.failure is not None:  # nobody can meet later what has lost a part of the step
+            raise manager.forward.failure
         return True
 
     def pass_over(self) -> None:

@@ -301,7 +301,7 @@ class ForwardUpdates(Updates[Update]):
         raise StateError(
             f"engine: a step failed half way ({type(self.failure).__name__}: {self.failure}); close it and resume "
             "from a checkpoint"
-        )
+        ) from self.failure
 
     def abandon(self) -> None:
         """Forget what is left to do: nobody will see it."""
