@@ -54,6 +54,8 @@ from swap import SwapError
 
 logger = logging.getLogger(__name__)
 
+_LATE = "the client_state that was assigned meanwhile"
+
 _LARGEST_STEP = 1 << 53  # of which a chart tells the next one
 
 
@@ -468,8 +470,9 @@ class Engine(EngineTensors, EngineRuns):
                 module's forward raises a clear error.
 
         Raises:
-            BudgetError: the engine is asleep, and its memory is gone, so that the parameters cannot be given back. It
-                is still asleep, and nothing is lost: free memory, or pass ``restore=False``.
+            BudgetError: the engine is asleep, and its memory is gone, so that the parameters cannot be given back, or
+                a ``client_state`` that was assigned meanwhile cannot be committed. It is still asleep, and nothing is
+                lost: free memory, or pass ``restore=False``, which closes without what cannot be had.
             swap.SwapError: the parameters could not be read back, or the drive hangs; the engine is closed then, too,
                 unless it was asleep, and is still.
             StateError: somebody has changed a parameter in a forward, and the change is lost; the engine is closed.
@@ -495,18 +498,21 @@ class Engine(EngineTensors, EngineRuns):
         """Wake the engine, if what is done at its end needs that; tell whether parameters are given back."""
         parts, life = self._parts, self._life
         wanted = may_restore(parts, life) if restore is None else restore
-        if not life.asleep or life.unusable is not None or restore is False:
+        if not life.asleep or life.unusable is not None:
             return wanted
-        meets = meets and parts.plan.request.slices_parameters and parts.ranks.world > 1
-        if wanted or meets or (commit and self._durable is not None and self._durable.was_assigned_late):
+        late = commit and self._durable is not None and self._durable.was_assigned_late
+        meets = meets and restore is not False and parts.plan.request.slices_parameters and parts.ranks.world > 1
+        if wanted or meets or late:
+            left = [what for what, is_wanted in (("the parameters", wanted), (_LATE, late)) if is_wanted]
             try:
-                self._sleeping.wake_alone()
+                self._sleeping.wake_alone(" and ".join(left))
             except (BudgetError, SwapError) as error:
                 if meets:
                     parts.ranks.fail(error)  # the others wait for this one's slices
-                if wanted:
+                if wanted or (late and restore is None):
                     raise
-                logger.warning("close: %s", error)
+                why = error.__cause__ or error
+                logger.warning("close: the engine is closed asleep%s: %s", f", without {_LATE}" if late else "", why)
         return wanted
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -166,8 +166,11 @@ class Sleeping:
         with self._deferral, Together(self._parts.ranks, "wake") as together:
             self._take_again(together.end, self._deferral.check).prefetch()
 
-    def wake_alone(self) -> None:
+    def wake_alone(self, left: str) -> None:
         """Do the same without other ranks, to close.
+
+        Args:
+            left: what is lost if it is closed asleep.
 
         Raises:
             BudgetError: somebody else has it. The engine is still asleep.
@@ -178,7 +181,7 @@ class Sleeping:
         except BudgetError as error:
             raise BudgetError(
                 f"close: the engine is asleep still, for its memory is gone: {error}. Nothing is lost; give memory "
-                "back and close again, or pass restore=False to close without the parameters"
+                f"back and close again, or pass restore=False to close without {left}"
             ) from error
 
     def _take_again(self, agree: Callable[[], object], pause: Callable[[], None]) -> Manager:

@@ -29,6 +29,7 @@ from torch import nn
 
 import offload
 import offload.engine
+from offload.errors import BudgetError
 from offload.memory.arena import HostArena
 from offload.memory.budget import Tier
 from offload.planning.roles import Role
@@ -296,13 +297,9 @@ def test_a_step_without_its_client_state_is_not_committed_by_sleeping(tmp_path: 
         assert (again.resumed.step, again.resumed.client_state) == (2, {"batch": 2})
 
 
-@pytest.mark.parametrize("assigned", [False, True])
-def test_a_client_state_that_comes_asleep_is_committed_by_closing(
-    assigned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the parameters have no room to be given back, too: that alone wakes nobody."""
-    monkeypatch.setattr(offload.engine, "may_restore", lambda *given: False)
-    engine = durable(tmp_path / "run")
+def fall_asleep(path: Path, *, assigned: bool) -> offload.Engine:
+    """Return an engine that sleeps, with the second step not committed; its client state is `assigned` then."""
+    engine = durable(path)
     for number in range(2):
         engine.backward(engine(batch(number)).pow(2).mean())
         engine.step()
@@ -311,10 +308,40 @@ def test_a_client_state_that_comes_asleep_is_committed_by_closing(
     engine.sleep()
     if assigned:
         engine.client_state = {"batch": 2}
-    engine.close()
+    return engine
+
+
+@pytest.mark.parametrize("restore", [None, False])
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_client_state_that_comes_asleep_is_committed_by_closing(
+    assigned: bool, restore: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the parameters have no room to be given back, too: that alone wakes nobody."""
+    monkeypatch.setattr(offload.engine, "may_restore", lambda *given: False)
+    fall_asleep(tmp_path / "run", assigned=assigned).close(restore=restore)
     again = durable(tmp_path / "run")
     assert again.resumed.step == position(again) == 1 + assigned
     again.close(restore=False)
+
+
+def test_a_client_state_that_cannot_be_committed_keeps_the_engine_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where its memory is gone; whoever closes it all the same is told what is lost."""
+    monkeypatch.setattr(offload.engine, "may_restore", lambda *given: False)
+    for closed_without in (False, True):
+        engine = fall_asleep(tmp_path / "run", assigned=True)
+        budget = engine._parts.budgets[Tier.DEVICE]
+        with budget.claim("others", budget.free_bytes):
+            with pytest.raises(BudgetError, match="asleep still.*close without the client_state that was assigned"):
+                engine.close()
+            if closed_without:
+                engine.close(restore=False)
+                assert "close: the engine is closed asleep, without the client_state" in caplog.text
+                assert "Nothing is lost" not in caplog.text
+        engine.close()
+        with durable(tmp_path / "run") as again:
+            assert again.resumed.step == (3 if closed_without else 2)
 
 
 def test_without_client_state_each_step_is_committed(tmp_path: Path) -> None:
