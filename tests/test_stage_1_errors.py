@@ -223,6 +223,37 @@ def test_gradients_that_one_rank_has_dropped_are_missed_though_others_have_come(
         assert found == [("RanksError", text), ("nothing", ""), ("nothing", "")], found
 
 
+def drop_and_load(rank: int, path: str) -> list[tuple[str, str]]:
+    """Save inside an accumulation, let rank 1 drop gradients, load and go on; the second time it drops behind that."""
+    found = []
+    with engine_of(gradient_accumulation_steps=3, gradient_reduction="mean") as engine:
+        backward(engine)
+        engine.save_checkpoint(path)
+        backward(engine)
+        for drops_behind in (False, True):
+            if rank == 1 and not drops_behind:
+                engine.optimizer.zero_grad()
+            for _ in range(2):
+                backward(engine)
+            found.append(error_of(engine.optimizer.step))
+            engine.load_checkpoint(path)
+            if rank == 1 and drops_behind:
+                engine.optimizer.zero_grad()
+            backward(engine)
+            found.append(error_of(engine.optimizer.step))
+        return found
+
+
+def test_a_checkpoint_from_inside_an_accumulation_goes_on_where_ranks_had_dropped_gradients(tmp_path: Path) -> None:
+    text = "expected one value of the micro-batches of the gradients that wait in step"
+    for found in run(drop_and_load, WORLD, str(tmp_path)):
+        assert not isinstance(found, (Raised, Ended)), found
+        (refused, said), *between, (again, last) = found
+        assert (refused, again, between) == ("RanksError", "RanksError", [("nothing", "")] * 2), found
+        assert f"{text} 1 but got 4 on ranks 0, 2, 2 on rank 1" in said
+        assert f"{text} 1 but got 2 on ranks 0, 2, 1 on rank 1" in last
+
+
 def write_again(rank: int, dtype: str) -> list[tuple[str, str]]:
     """Let rank 1 write something else, then all the same: as it is, and in float32; return what each step says."""
     found = []

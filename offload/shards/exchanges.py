@@ -58,7 +58,7 @@ class Exchanges:
 
     Attributes:
         early: whether units leave during backward.
-        summed: micro-batches in the sums, if there are any sums.
+        summed: micro-batches in the sums, if there are any sums; those that a checkpoint had count as one.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class Exchanges:
             self._running = None  # not before: whoever is interrupted here drops what is under way
         found = self._found
         adds = any(any(sums.arrived(index)) for index in self._units)
-        self.summed = self.summed + 1 if adds else 1
+        self.summed = max(self.summed, 1) + 1 if adds else 1
         self._begin()
         return found
 
@@ -263,6 +263,7 @@ class Exchanges:
                 self._changed.notify_all()
             self._main.fail(StateError(_DROPPED))
             wait([running])
+        self.summed = 0
         with self._changed:
             self._drops += 1
             self._begin()
