@@ -278,6 +278,8 @@ class Engine(EngineTensors, EngineRuns):
             StateError: the engine is closed or asleep.
         """
         self._require_open()
+        if self._step is not None:
+            self._step.micro_batches.note_zeroed()
         self._training.zero_grad()
 
     def _step_now(self) -> bool:

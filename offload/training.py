@@ -136,7 +136,7 @@ class Training:
             self._tell(error, "a backward pass", held)
             raise
         step.micro_batches.note_backward()
-        if self._watch.knows_losses and loss.numel() == 1:
+        if self._watch.knows_losses and loss.numel() == 1 and loss.is_floating_point():
             self._watch.note_loss(loss.detach().item())
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
         self._last_loss = None if kept else weakref.ref(loss)
@@ -203,8 +203,6 @@ class Training:
         manager = self._life.require_open()
         self._hooks.refuse_other_threads()
         with self._deferral:
-            if self._step is not None:
-                self._step.micro_batches.note_zeroed()
             self._forget_step(manager)
 
     def has_gradients(self) -> bool:

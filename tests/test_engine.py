@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -1581,6 +1582,21 @@ def test_whoever_forgets_gradients_before_each_micro_batch_is_told(
     assert len(told) == first
 
 
+def test_a_checkpoint_that_is_loaded_inside_an_accumulation_is_no_zero_grad_of_the_users(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever calls that later is told still."""
+    options = {"gradient_accumulation_steps": 4, **everything_on_device()}
+    with Engine(nn.Linear(4, 4), AdamW(), **options) as engine:
+        engine.save_checkpoint(tmp_path)
+        for forget in (functools.partial(engine.load_checkpoint, tmp_path), engine.zero_grad):
+            assert not any("zero_grad" in message for message in caplog.messages)
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+            forget()
+    assert any(message.startswith("zero_grad: drops 1 of") for message in caplog.messages)
+
+
 @pytest.mark.parametrize("view", [lambda w: w.data, lambda w: w.data[2:], lambda w: w.detach().t()[1]])
 def test_a_buffer_that_views_a_trained_parameter_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """It would not follow the parameter any more."""
@@ -1613,6 +1629,7 @@ def test_a_complex_loss_is_refused_as_torch_does() -> None:
         assert model.weight.grad is None
         engine.backward(loss, gradient=torch.tensor(1j, device=loss.device))
         assert model.weight.grad is not None
+        assert engine._watch._seen.sampled_loss.value is None, "no real number: a chart cannot show it"
 
 
 def test_a_loss_that_is_no_scalar_has_the_gradient_that_it_is_given() -> None:
