@@ -9,8 +9,8 @@ import contextlib
 import inspect
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator, ValuesView
 from typing import Any
 
 import torch
@@ -108,11 +108,31 @@ _hookless = [0]  # places where steps run without them
 _hookless_lock = threading.Lock()
 
 
+class _Here(threading.local):
+    """Whether steps of this thread run without them."""
+
+    is_hookless = False
+
+
+class _ByThread(UserDict[int, Any]):
+    """Hooks of a registry of torch's, which stay there; none for threads that step without."""
+
+    def __init__(self, own: dict[int, Any]) -> None:
+        self.data = own
+
+    def values(self) -> ValuesView[Any]:
+        return ({} if _here.is_hookless else self.data).values()
+
+
+_here = _Here()
+_HOOKS_BY_THREAD = {name: _ByThread(own) for name, own in _HOOKS_OF_STEPS.items()}
+
+
 @contextlib.contextmanager
 def no_hooks_of_steps() -> Iterator[None]:
-    """Let optimizers step without the hooks that are registered for all of them.
+    """Let optimizers of this thread step without the hooks that are registered for all of them.
 
-    If there are any, torch gets empty registries meanwhile. Its own stay as they are: a hook may run this while torch
+    If there are any, torch gets other registries meanwhile. Its own stay as they are: a hook may run this while torch
     iterates over them.
     """
     if not any(_HOOKS_OF_STEPS.values()):
@@ -120,10 +140,12 @@ def no_hooks_of_steps() -> Iterator[None]:
         return
     with _hookless_lock:
         _hookless[0] += 1
-        vars(_steps).update((name, OrderedDict()) for name in _HOOKS_OF_STEPS)
+        vars(_steps).update(_HOOKS_BY_THREAD)
+    before, _here.is_hookless = _here.is_hookless, True
     try:
         yield
     finally:
+        _here.is_hookless = before
         with _hookless_lock:
             _hookless[0] -= 1
             if not _hookless[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,6 +12,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from offload import Adam, AdamW, BudgetError, ConfigError, Engine, StateError
+from offload.torch_private import no_hooks_of_steps
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("single_torch_thread")]
 
@@ -209,6 +212,30 @@ def test_hooks_of_all_optimizers_and_a_class_that_steps_itself(way: str, tmp_pat
         engine.backward(loss_of(engine, 0))
         engine.step()
     assert not seen
+
+
+def test_hooks_of_all_optimizers_run_where_another_thread_updates_without() -> None:
+    """As the worker does beside an accelerator: a loop may have a second optimizer, and register hooks meanwhile."""
+    parameter = nn.Parameter(torch.ones(1))
+    seen: list[str] = []
+
+    def step() -> list[str]:
+        seen.clear()
+        torch.optim.SGD([parameter]).step()
+        return list(seen)
+
+    with contextlib.ExitStack() as last, ThreadPoolExecutor(1) as other:
+        last.callback(register_optimizer_step_pre_hook(lambda *_: seen.append("before")).remove)
+        without = no_hooks_of_steps()
+        other.submit(without.__enter__).result()
+        later = register_optimizer_step_post_hook(lambda *_: seen.append("after"))
+        last.callback(later.remove)
+        assert other.submit(step).result() == []
+        assert step() == ["before", "after"]
+        other.submit(without.__exit__, None, None, None).result()
+        assert step() == other.submit(step).result() == ["before", "after"]
+        later.remove()
+        assert step() == ["before"]
 
 
 def halved(step: Callable[..., Any]) -> Callable[..., Any]:
