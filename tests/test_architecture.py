@@ -37,6 +37,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
         "report",
         "trace",
         "replacing",
+        "cache",
     ),
     ("seeing",),
     ("kernels",),

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import offload
+from offload.cache import cache_folder
 from offload.memory import drives
 from offload.memory.drives import Measured, recall, remember, store_options
+from offload.seeing.published import running
 
 FAST = Measured(
     engine="threads", queue_depth=16, block_bytes=1 << 18, threads=6, read_gb_s=6.0, write_gb_s=3.0, date="2026-01-01"
@@ -50,6 +52,21 @@ def test_without_a_drive_nothing_is_kept(tmp_path: Path, two_drives: Path) -> No
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, two_drives: Path) -> None:
     two_drives.parent.write_text("a file where the folder should be")
     assert remember(tmp_path / "a", FAST) is None and recall(tmp_path / "a") is None
+
+
+def test_a_user_without_a_home_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of drives nor of engines that run; XDG_CACHE_HOME stands in for a home."""
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "offload"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(drives, "cache_file", lambda: cache_folder() / "drives.json")
+    assert remember(tmp_path / "a", FAST) is None and recall(tmp_path / "a") is None
+    assert running(cache_folder() / "running") == []
 
 
 def test_shares_follow_bandwidth_and_settings_the_fastest_drive(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.cache import cache_folder
 from offload.memory.kept import keep, read_kept
 from offload.memory.machine import mount_of
 
@@ -56,8 +56,7 @@ class Measured:
 
 def cache_file() -> Path:
     """Return where measurements are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "offload" / "drives.json"
+    return cache_folder() / "drives.json"
 
 
 def device_of(path: str | Path) -> str | None:

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offload.cache import cache_folder
+
 logger = logging.getLogger(__name__)
 
 VERSION = 1
@@ -35,8 +37,7 @@ _numbers = itertools.count(1)  # of the engines of this process
 
 def folder() -> Path:
     """Return where the files of this user's engines are."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "offload" / "running"
+    return cache_folder() / "running"
 
 
 def _space() -> str:
@@ -77,7 +78,7 @@ class Publisher:
                 self._open()
             assert self._file is not None
             os.pwrite(self._file, packed({**self._who, **state}), 0)
-        except (OSError, RuntimeError) as error:  # the latter where the user has no home
+        except OSError as error:
             logger.info("offload top does not show this engine: %s", error)
             self.close()
 
