@@ -28,8 +28,8 @@ class Clipping:
 
     Attributes:
         bound_s: of a step of the same plan that clips nothing.
-        host_bytes: about the smallest host budget with which a step that clips takes :data:`NEAR` of it; the present
-            one, if that is enough; None, if all that is on the drive would not be.
+        host_bytes: about the smallest host budget, in whole MiB, with which a step that clips takes :data:`NEAR` of it;
+            the present one, if that is enough; None, if all that is on the drive would not be.
     """
 
     bound_s: float
@@ -250,7 +250,7 @@ class Forecast:
             return text
         if clipping.host_bytes is None:
             return f"{text}; no host budget brings it to {NEAR}"
-        enough = f'max_memory["{Tier.HOST.value}"] = {format_bytes(clipping.host_bytes)}'
+        enough = f'max_memory["{Tier.HOST.value}"] = {clipping.host_bytes >> 20} MiB'
         return f"{text}; {NEAR} of these {bound} with {enough}"
 
 

@@ -391,24 +391,24 @@ def _clipping(
     calm = _timed(found, work, machine, dataclasses.replace(asked, max_grad_norm=None))
     budgets = dict(found.request.budgets)
 
-    def is_near(host_bytes: int) -> bool:
+    def is_near(host_mib: int) -> bool:
         try:
-            other, computed = planned({**budgets, Tier.HOST: host_bytes})
+            other, computed = planned({**budgets, Tier.HOST: host_mib << 20})
         except BudgetError:  # larger units
             return False
         computed = dataclasses.replace(computed, measured_s=work.measured_s)
         return _timed(other, computed, machine, asked).step_s <= NEAR * calm.bound_s
 
-    low = budgets[Tier.HOST]
-    high = low + found.arena_bytes[Tier.NVME]
     if step_s <= NEAR * calm.bound_s:
-        return Clipping(calm.bound_s, low)
+        return Clipping(calm.bound_s, budgets[Tier.HOST])
+    low = budgets[Tier.HOST] >> 20  # whole MiB, so that what is told is what was tried
+    high = low + 1 + (found.arena_bytes[Tier.NVME] >> 20)
     if not is_near(high):
         return Clipping(calm.bound_s, None)
-    while high - low > high // 100:
+    while high - low > max(high // 100, 1):
         middle = (low + high) // 2
         low, high = (low, middle) if is_near(middle) else (middle, high)
-    return Clipping(calm.bound_s, high)
+    return Clipping(calm.bound_s, high << 20)
 
 
 def _savings(

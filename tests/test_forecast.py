@@ -30,6 +30,7 @@ from offload.activations.cross_entropy import _How
 from offload.cli import heavy
 from offload.cli.main import Process, main
 from offload.errors import BudgetError, ConfigError
+from offload.forecast import Clipping
 from offload.known_models import KNOWN
 from offload.memory import limits
 from offload.memory.budget import Tier
@@ -1052,3 +1053,33 @@ def test_whoever_follows_what_would_help_has_the_seconds_that_were_told() -> Non
         memory["device"] = what.partition("= ")[2]
         again = offload.plan(config, batch=(1, 256), hardware="rtx3090", max_memory=memory)
         assert again.timing is not None and again.timing.step_s == pytest.approx(took)
+
+
+@pytest.mark.parametrize("rows", [32, 16])
+def test_whoever_follows_the_line_of_clipping_has_steps_near_the_bound(rows: int) -> None:
+    """With half the rows, backward is too short for the drive to read enough in it: no host budget helps."""
+    transformers = pytest.importorskip("transformers")
+    shapes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(**shapes, vocab_size=8000, dtype="bfloat16")
+
+    def planned(cpu: str) -> tuple[offload.Forecast, Clipping, float]:
+        memory = {"device": "4GiB", "cpu": cpu, "nvme": "100GiB"}
+        asked: dict[str, Any] = {"offload_optimizer": "nvme", "max_grad_norm": 1.0, "max_memory": memory}
+        found = offload.plan(config, batch=(rows, 1024), hardware="desktop", **asked)
+        assert found.clipping is not None and found.timing is not None
+        return found, found.clipping, found.timing.step_s
+
+    found, clipping, step_s = planned("256MiB")
+    assert found.work is not None and found.to_dict()["clipping"] == dataclasses.asdict(clipping)
+    assert clipping.bound_s == timing_of(found.plan, found.work, DESKTOP, micro_batches=1, clips=False).bound_s
+    assert step_s > 1.2 * clipping.bound_s
+    bound, line = f"{figures(clipping.bound_s)} s", str(found).splitlines()[-1]
+    assert f"  every step clips: {step_s / clipping.bound_s:.2f} of the bound without clipping, {bound}; " in line
+    if rows == 16:
+        assert line.endswith("; no host budget brings it to 1.15") and clipping.host_bytes is None
+        assert planned("64GiB")[2] > 1.15 * clipping.bound_s
+        return
+    told = re.search(rf'; 1.15 of these {bound} with max_memory\["cpu"\] = (\d+ MiB)$', line)
+    assert told is not None
+    again, _, step_s = planned(told[1])
+    assert step_s <= 1.15 * clipping.bound_s and again.plan.request.budgets[Tier.HOST] == clipping.host_bytes

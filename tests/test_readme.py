@@ -16,6 +16,7 @@ import torch
 from documents import ROOT, anchors, blocks, literal, read
 
 import offload
+from offload.cli.main import main
 from offload.planning import plan
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
@@ -82,6 +83,28 @@ def test_the_smallest_budget_that_a_page_shows(tmp_path: Path, monkeypatch: pyte
     options["max_memory"] = {"device": "8MiB", "cpu": smallest - 4096}
     with pytest.raises(offload.BudgetError, match=f"is {smallest} bytes"):
         offload.Engine(names["model"], offload.AdamW(), **options)
+
+
+_PROMPT = "$ python -m offload "
+FORECASTS = [
+    (page, *block.removeprefix(_PROMPT).split("\n", 1))
+    for page in ("README.md", "docs/planning.md")
+    for block in blocks(read(page), "")
+    if block.startswith(f"{_PROMPT}plan ")
+]
+
+
+@pytest.mark.parametrize(("page", "call", "shown"), FORECASTS)
+def test_a_page_shows_what_a_forecast_prints(
+    page: str, call: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Known models on machines that are not here have the same numbers anywhere. Dots stand for lines left out."""
+    pytest.importorskip("transformers")
+    assert {page for page, *_ in FORECASTS} == {"README.md", "docs/planning.md"}
+    assert main(call.split()) == int("DOES NOT FIT" in shown)
+    lines = "".join("(?:.*\n)*" if line == "..." else f"{re.escape(line)}\n" for line in shown.splitlines())
+    printed = capsys.readouterr().out
+    assert re.fullmatch(lines, printed), f"{page} shows other lines than\n{printed}"
 
 
 def test_every_line_of_a_plan_is_explained() -> None:
