@@ -22,7 +22,7 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import dataclass_transform  # which torch needs
 
-CONSTANTS = 8  # kConstants in csrc/cpu_adam/kernels.h
+CONSTANTS = 9  # kConstants in csrc/cpu_adam/kernels.h
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ std::uint64_t digest(const Kernels& kernels) {
         args.seed = 9;
         args.step = 10;
         args.offset = 65536 - 512;
-        const float constants[kConstants] = {0.5f, 0.01f, 0.999f, 0.1f, 0.05f, 1e-8f, -1e-3f, 1.25f};
+        const float constants[kConstants] = {0.5f, 0.01f, 0.999f, 0.1f, 0.95f, 0.05f, 1e-8f, -1e-3f, 1.25f};
         std::memcpy(args.constants, constants, sizeof(constants));
         args.neg_step = 0.25f;
         if constexpr (std::is_same_v<decltype(kernel), LambKernel>) {

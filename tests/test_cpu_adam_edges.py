@@ -335,7 +335,7 @@ def test_a_second_moment_that_is_flushed_divides_nothing(eps: float) -> None:
     for gradient in (1e-20, 0.0):
         weights = steps_of(ISAS[-1], StateKind.FLOAT32, AdamW(lr=1e-2, eps=eps), gradient, gradient).weights()
         assert np.abs(weights - 0.5).max() <= 2e-2
-    assert AdamW(eps=1e-17).constants(1)[4] == 1e-17  # 2^-63 / sqrt(1 - 0.999) is 3.4e-18
+    assert AdamW(eps=1e-17).constants(1)[5] == 1e-17  # 2^-63 / sqrt(1 - 0.999) is 3.4e-18
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -16,7 +16,7 @@ from test_host_updates import make, seen_in
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
 from offload.shards.forward_updates import ForwardUpdates
-from swap import Fault, FaultTarget, SwapDeadlineError, SwapError
+from swap import Fault, FaultTarget, SwapDeadlineError
 
 HOMES = [("cpu", "nvme"), ("none", "nvme"), ("nvme", "cpu")]
 

@@ -47,14 +47,14 @@ enum class Mode : int {
 inline constexpr int kModes = 2;
 
 inline constexpr int kStates = 2;
-inline constexpr int kConstants = 8;
+inline constexpr int kConstants = 9;
 
 // One optimizer step over flat arrays. The constants are the rule's, rounded once from double. A
 // one_minus_beta is -beta instead where beta < 0.5 (-0 for 0), and then m = beta * m + (1 - beta) * g:
-//   kAdam: grad_scale, l2, decay, one_minus_beta1, beta2, eps, neg_step, inv_sqrt_bc2
+//   kAdam: grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, eps, neg_step, inv_sqrt_bc2
 //     g  = grad * grad_scale                      (l2 != 0: g += l2 * p)
 //     m += one_minus_beta1 * (g - m)
-//     v  = beta2 * v + (1 - beta2) * g * g
+//     v  = beta2 * v + one_minus_beta2 * g * g
 //     p  = p * decay + neg_step * (m / (sqrt(v) * inv_sqrt_bc2 + eps))
 //   kSgd: grad_scale, l2, neg_lr
 //     p += neg_lr * g
@@ -67,7 +67,7 @@ inline constexpr int kConstants = 8;
 //   kAdagrad: grad_scale, l2, neg_lr, eps
 //     s += g * g
 //     p += neg_lr * (g / (sqrt(s) + eps))
-//   LAMB: grad_scale, l2, decay, one_minus_beta1, beta2, eps, inv_bc1, inv_sqrt_bc2
+//   LAMB: grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, eps, inv_bc1, inv_sqrt_bc2
 //     m, v as for kAdam
 //     u  = m * inv_bc1 / (sqrt(v) * inv_sqrt_bc2 + eps) + decay * p
 //     p += neg_step * u

@@ -54,7 +54,7 @@ struct StepBatch {
     std::uint32_t first[kRanges];
     std::uint32_t count;
 };
-static_assert(sizeof(StepBatch) == 3864);  // offload/kernels/nvrtc.py fills it
+static_assert(sizeof(StepBatch) == 3872);  // offload/kernels/nvrtc.py fills it
 
 struct SumRange {
     const void* data;

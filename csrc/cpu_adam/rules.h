@@ -29,11 +29,11 @@ struct Mean {
     }
 };
 
-// A running mean of squares. Its constant is beta; 1 - beta is exact, or beta < 0.5. From |x| = 2^64 on, x *
-// x is no number: so (1 - beta) * x comes first, as in torch.
+// A running mean of squares, by beta and 1 - beta. From |x| = 2^64 on, x * x is no number: so (1 - beta) * x
+// comes first, as in torch.
 struct MeanSquare {
     Vec::F beta, rest;
-    explicit MeanSquare(float b) : beta(Vec::set(b)), rest(Vec::set(1.0f - b)) {}
+    MeanSquare(float b, float c) : beta(Vec::set(b)), rest(Vec::set(c)) {}
     Vec::F next(Vec::F s, Vec::F x) const { return Vec::fma(Vec::mulf(rest, x), x, Vec::mulf(beta, s)); }
 };
 
@@ -47,10 +47,10 @@ struct Adam : GradientTerms {
         : GradientTerms(c),
           decay(Vec::set(c[2])),
           first(c[3]),
-          second(c[4]),
-          eps(Vec::set(c[5])),
-          neg_step(Vec::set(c[6])),
-          inv_sqrt_bc2(Vec::set(c[7])) {}
+          second(c[4], c[5]),
+          eps(Vec::set(c[6])),
+          neg_step(Vec::set(c[7])),
+          inv_sqrt_bc2(Vec::set(c[8])) {}
     Vec::F update(Vec::F p, Vec::F g, Vec::F (&s)[kStates]) const {
         s[0] = first.next(s[0], g);
         s[1] = second.next(s[1], g);
@@ -117,10 +117,10 @@ struct Lamb : GradientTerms {
         : GradientTerms(c),
           decay(Vec::set(c[2])),
           first(c[3]),
-          second(c[4]),
-          eps(Vec::set(c[5])),
-          inv_bc1(Vec::set(c[6])),
-          inv_sqrt_bc2(Vec::set(c[7])) {}
+          second(c[4], c[5]),
+          eps(Vec::set(c[6])),
+          inv_bc1(Vec::set(c[7])),
+          inv_sqrt_bc2(Vec::set(c[8])) {}
     void moments(Vec::F g, Vec::F& m, Vec::F& v) const {
         m = first.next(m, g);
         v = second.next(v, g);

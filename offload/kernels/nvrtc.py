@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from offload.kernels.extension import _cpu_adam
+from offload.spec import CONSTANTS
 
 SOURCE = "on_cuda.cu"
 _STANDARD, _HEADERS = "std_on_cuda.h", ("cmath", "cstddef", "cstdint", "type_traits")
@@ -45,7 +46,7 @@ class StepBatch(ctypes.Structure):
     """Ranges with the same hyper-parameters, and the first thread block of each."""
 
     _fields_ = [
-        ("constants", ctypes.c_float * 8),
+        ("constants", ctypes.c_float * CONSTANTS),
         ("seed", ctypes.c_uint64),
         ("step", ctypes.c_uint64),
         ("ranges", StepRange * RANGES),

@@ -11,7 +11,6 @@ kernels round them once.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar
@@ -29,12 +28,6 @@ def _weight(beta: float) -> float:
     It is 1 - beta, or -beta where that is smaller in size (-0.0 for 0).
     """
     return 1.0 - beta if beta >= 0.5 else -float(beta)
-
-
-def _single(beta: float) -> float:
-    """Return the number of float32 below 1 that is nearest: the kernels' second moments, and bc2, have it for beta2."""
-    (nearest,) = struct.unpack("f", struct.pack("f", beta))
-    return min(float(nearest), 1.0 - 2.0**-24)
 
 
 @optimizer
@@ -83,14 +76,15 @@ class AdamW(OptimizerSpec):
         return AdamW if decoupled else Adam
 
     def constants(self, step: int) -> tuple[float, ...]:
-        """Return l2, decay, one_minus_beta1, beta2, eps, neg_step, inv_sqrt_bc2."""
-        beta1, beta2 = self.betas[0], _single(self.betas[1])
+        """Return l2, decay, one_minus_beta1, beta2, one_minus_beta2, eps, neg_step, inv_sqrt_bc2."""
+        beta1, beta2 = self.betas
         bc2 = 1.0 - beta2**step
         return (
             0.0 if self.DECOUPLED else self.weight_decay,
             1.0 - self.lr * self.weight_decay if self.DECOUPLED else 1.0,
             _weight(beta1),
             beta2,
+            1.0 - beta2,
             max(self.eps, _LEAST_ROOT / math.sqrt(bc2)),
             -self.lr / (1.0 - beta1**step),
             1.0 / math.sqrt(bc2),
@@ -246,11 +240,12 @@ class LAMB(OptimizerSpec):
     weight_decay: NotNegative = 1e-2
 
     def constants(self, step: int) -> tuple[float, ...]:
-        """Return l2, decay, one_minus_beta1, beta2, eps, inv_bc1, inv_sqrt_bc2."""
-        beta1, beta2 = self.betas[0], _single(self.betas[1])
+        """Return l2, decay, one_minus_beta1, beta2, one_minus_beta2, eps, inv_bc1, inv_sqrt_bc2."""
+        beta1, beta2 = self.betas
         bc1, bc2 = 1.0 - beta1**step, 1.0 - beta2**step
         least = max(self.eps, _LEAST_ROOT / math.sqrt(bc2))
-        return 0.0, self.weight_decay, _weight(beta1), beta2, least, 1.0 / bc1, 1.0 / math.sqrt(bc2)
+        means = _weight(beta1), beta2, 1.0 - beta2
+        return 0.0, self.weight_decay, *means, least, 1.0 / bc1, 1.0 / math.sqrt(bc2)
 
     def step_size(self, param_squares: float, direction_squares: float) -> float:
         """Return the factor on the direction, from the sums of squares of a whole parameter and of its direction."""
