@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ import torch
 if TYPE_CHECKING:  # an earlier commit, which a bench may run on, has other files
     from offload.cli.finetune.settings import Settings
     from offload.cli.finetune.text import Windows
+
+
+SLACK_BYTES = 64 << 20  # of memory, that a run may take besides its budgets
 
 
 def model_directory() -> Path:
@@ -79,6 +83,57 @@ def load_model(name: str) -> tuple[torch.nn.Module, int]:
         tie_word_embeddings=tied,
     )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), vocabulary
+
+
+def meta_llama(layers: int, hidden: int, vocabulary: int, *, checkpointing: bool = True) -> torch.nn.Module:
+    """Return a bf16 Llama on the meta device; :func:`initialise` gives it values."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        vocab_size=vocabulary,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not loaded
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def initialise(module: torch.nn.Module) -> None:
+    """Give a module's own parameters random values."""
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+
+
+def plain_step(
+    model: torch.nn.Module, max_grad_norm: float, **options: Any
+) -> tuple[Callable[[dict[str, Any]], float], torch.optim.Optimizer]:
+    """Return a step of torch alone, which returns its loss, and its optimizer: the fused AdamW, with fp32 masters."""
+    parameters = list(model.parameters())
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizer = torch.optim.AdamW(masters, **options, fused=True)
+
+    def step(batch: dict[str, Any]) -> float:
+        loss = model(**batch).loss
+        loss.backward()
+        for parameter, master in zip(parameters, masters, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, max_grad_norm)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+        return float(loss.detach())
+
+    return step, optimizer
 
 
 def call_vector_functions() -> None:

@@ -21,10 +21,12 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
-
-from simulated.figures import Turn
+from typing import TYPE_CHECKING
 
 from offload.planning.hardware import Hardware
+
+if TYPE_CHECKING:
+    from simulated.figures import Turn
 
 UPDATE_BYTES = (
     30  # of a bf16 parameter: its gradient is taken (2 + 2) and read; it and 10 bytes of states are rewritten

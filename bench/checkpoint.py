@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import emit
-from memory import SLACK_BYTES
+from _common import SLACK_BYTES, emit, initialise, meta_llama
 
 from offload.activations.rss import reset_high_water, status_bytes
 from offload.checkpoint.format.staging import BUFFER_BYTES, Staging
@@ -47,33 +46,6 @@ SIZES = {  # layers, hidden size, vocabulary, device and host budget
 
 STEPS_ALONE = 4  # before each save
 DRIVE_BUFFERS = 32  # that are with the drive while it is measured
-
-
-def make_model(name: str) -> tuple[torch.nn.Module, int]:
-    """Return a model on the meta device, and its vocabulary."""
-    import transformers
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
-
-    layers, hidden, vocabulary, _, _ = SIZES[name]
-    config = transformers.LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        vocab_size=vocabulary,
-    )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return model, vocabulary
-
-
-def initialise(module: torch.nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
 
 
 def drive_seconds(folder: Path, size: int, *, fresh: bool) -> float:
@@ -114,8 +86,8 @@ def run_ours(name: str, path: Path) -> dict[str, Any]:
     import offload
 
     torch.manual_seed(0)
-    model, vocabulary = make_model(name)
-    device, cpu = SIZES[name][3:]
+    layers, hidden, vocabulary, device, cpu = SIZES[name]
+    model = meta_llama(layers, hidden, vocabulary)
     ids = torch.randint(0, vocabulary, (1, 64))
     base = status_bytes("VmRSS")
     engine = offload.Engine(
@@ -171,8 +143,8 @@ def run_background(name: str, path: Path, rounds: int, tokens: int) -> dict[str,
     import offload
 
     torch.manual_seed(0)
-    model, vocabulary = make_model(name)
-    device, cpu = SIZES[name][3:]
+    layers, hidden, vocabulary, device, cpu = SIZES[name]
+    model = meta_llama(layers, hidden, vocabulary)
     ids = torch.randint(0, vocabulary, (1, tokens))
     size = (1 if name == "small" else 3) << 30
     drive = 2 * size / drive_seconds(path, size, fresh=False)
@@ -266,7 +238,7 @@ def run_background(name: str, path: Path, rounds: int, tokens: int) -> dict[str,
 
 def run_torch(name: str, path: Path) -> dict[str, Any]:
     """Save and load the same state with torch alone: bf16 parameters, 16 bits more of masters, two moments of fp32."""
-    model, _ = make_model(name)
+    model = meta_llama(*SIZES[name][:3])
     base = status_bytes("VmRSS")
     dtypes = {"parameter": torch.bfloat16, "master": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     state: dict[str, Any] = {

@@ -18,25 +18,17 @@ import contextlib
 import dataclasses
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
 from _common import emit
+from _llama import LEAST_NORM, engine_of, made, steps_of
+from simulated import load
+from simulated.engine import engine_clock
+from simulated.figures import Figures
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import simulated
-from simulated.engine import engine_clock, untouched
-from simulated.figures import Figures, watched
-
-import offload
-from bench.simulated import SEQUENCE, made
 from offload import build
 from offload.memory.budget import Tier
 from offload.planning.asked import Homes, Request
@@ -50,7 +42,6 @@ MACHINE = "desktop"
 GOAL = 1.05
 MOST_TRIES = 1000  # of random homes until some fit
 ACTIVATION_BYTES = 12 << 30
-LEAST_NORM = 1e-3  # to which a step that clips does: in a dry run, each sum of squares is 1
 
 LARGE = {
     "hidden_size": 2048,
@@ -170,7 +161,7 @@ def timed(setting: Setting, sizes: dict[str, int], choose: Callable[[Request, As
     """Return the plan, and what a step takes."""
     hardware = PRESETS[MACHINE]
     with engine_clock(hardware, dry=True) as watch, homes_by(choose), tempfile.TemporaryDirectory() as folder:
-        model = untouched(made(sizes))
+        model = made(sizes)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(setting.trained is None or setting.trained in name)
         numel = sum(parameter.numel() for parameter in model.parameters())
@@ -181,26 +172,10 @@ def timed(setting: Setting, sizes: dict[str, int], choose: Callable[[Request, As
             "cpu": int(setting.host * numel),
             "nvme": 40 * numel,
         }
-        ours = offload.Engine(
-            model,
-            offload.AdamW(lr=1e-4),
-            device="sim",
-            max_memory=memory,
-            nvme_path=folder,
-            gradient_accumulation_steps=setting.micro_batches,
-            **options,
-        )
-        ids = torch.zeros(setting.rows, SEQUENCE, dtype=torch.int64, device="sim")
-
-        def step() -> None:
-            for _ in range(setting.micro_batches):
-                ours.backward(ours(ids))
-                ours.step()
-
-        try:
-            return ours.plan, watched(watch, hardware, step)
-        finally:
-            ours.close(restore=False)
+        options |= {"max_memory": memory, "nvme_path": folder, "gradient_accumulation_steps": setting.micro_batches}
+        rows, micro_batches = setting.rows, setting.micro_batches
+        with engine_of(model, **options) as ours:
+            return ours.plan, steps_of(ours, watch, hardware, rows=rows, micro_batches=micro_batches)
 
 
 def described(plan: Plan, figures: Figures) -> dict[str, Any]:
@@ -257,7 +232,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    simulated.load()
+    load()
     sizes, many = (SMALL, 2) if arguments.smoke else (LARGE, arguments.random)
     settings = (SETTINGS[0], SETTINGS[9]) if arguments.smoke else SETTINGS
     settings = tuple(each for each in settings if not arguments.only or arguments.only in each.name)

@@ -20,8 +20,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from _common import emit
-from memory import SLACK_BYTES
+from _common import SLACK_BYTES, emit
 
 from offload.activations.rss import reset_high_water, status_bytes
 from offload.sizes import MIB

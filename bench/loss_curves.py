@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import emit, load_model, model_directory, text_file, text_windows
+from _common import emit, load_model, model_directory, plain_step, text_file, text_windows
 
 import offload
 from offload.cli.finetune.run import learning_rate_factor
@@ -54,24 +54,14 @@ def offloaded(model: torch.nn.Module, settings: Settings, state_dtype: str) -> S
 
 def plain(model: torch.nn.Module, settings: Settings) -> Step:
     """Return a step of torch alone."""
-    parameters = list(model.parameters())
-    masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=settings.lr, weight_decay=settings.weight_decay, fused=True)
+    options = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    take, optimizer = plain_step(model, settings.max_grad_norm or float("inf"), **options)
     rates = scheduler(optimizer, settings)
 
     def step(batch: dict[str, torch.Tensor]) -> float:
-        loss = model(**batch).loss
-        loss.backward()
-        for parameter, master in zip(parameters, masters, strict=True):
-            assert parameter.grad is not None
-            master.grad, parameter.grad = parameter.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, settings.max_grad_norm or float("inf"))
-        optimizer.step()
+        loss = take(batch)
         rates.step()
-        with torch.no_grad():
-            for parameter, master in zip(parameters, masters, strict=True):
-                parameter.copy_(master)
-        return float(loss.detach())
+        return loss
 
     return step
 

@@ -14,12 +14,10 @@ import time
 import warnings
 
 import torch
-from _common import emit
+from _common import SLACK_BYTES, emit, initialise, meta_llama
 
 from offload.activations.rss import reset_high_water, status_bytes
 from offload.sizes import MIB, parse_bytes
-
-SLACK_BYTES = 64 << 20
 
 
 def main() -> None:
@@ -48,33 +46,14 @@ def main() -> None:
 
     torch.ones(2, 2) @ torch.ones(2, 2)
     baseline = status_bytes("VmRSS")
-    import transformers
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
-
     import offload
 
     warnings.filterwarnings("ignore", category=FutureWarning)
-    config = transformers.LlamaConfig(
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.hidden * 11 // 4,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=arguments.hidden // 128,
-        vocab_size=arguments.vocabulary,
-    )
     torch.manual_seed(0)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not loaded
-    if not arguments.no_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
+    sizes = arguments.layers, arguments.hidden, arguments.vocabulary
+    model = meta_llama(*sizes, checkpointing=not arguments.no_checkpointing)
     library = status_bytes("VmRSS") - baseline
     reset_high_water()
-
-    def init(module: torch.nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
 
     budgets = {"device": arguments.device, "cpu": arguments.cpu, "nvme": arguments.nvme}
     engine = offload.Engine(
@@ -84,14 +63,14 @@ def main() -> None:
         max_memory=budgets,
         nvme_path=arguments.path,
         max_grad_norm=1.0,
-        init_weights=init,
+        init_weights=initialise,
         activation_memory=arguments.activation_memory,
         offload_param=arguments.offload_param,
         offload_optimizer=arguments.offload_optimizer,
     )
     print(engine.plan)
     count = sum(slot.numel for unit in engine.plan.request.units for slot in unit.slots)
-    ids = torch.randint(0, config.vocab_size, (1, arguments.tokens))
+    ids = torch.randint(0, arguments.vocabulary, (1, arguments.tokens))
     seconds, losses = [], []
     for number in range(arguments.steps):
         begin = time.perf_counter()

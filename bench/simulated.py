@@ -15,7 +15,7 @@ device computes, `ahead` how many units the host has given to the device that it
 states in host memory, R of 0.90 with states on NVMe, one unit ahead, and 1.02 of plain torch with everything resident.
 Where states are in host memory, `_host_updates.py` says which U is the most that any order of work could reach.
 Plain torch makes its steps by the fused AdamW, with bf16 moments and without masters. Ours have masters, and fp32
-moments unless a case says bf16. If states live on the device, it has kernels for updates, which no GPU has yet.
+moments unless a case says bf16. If states live on the device, its own kernels make the updates.
 
 Where every step clips, no update is made during backward. The bound is then backward + max(forward + updates, the
 drive's work not done in backward), where staging has room for what is; to reach: 1.10 of it, or 1.15 of the bound
@@ -35,22 +35,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from _common import emit
-from _llama import FULL, SEQUENCE, SMALL, made
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import simulated
 from _host_updates import shortest
-from simulated.engine import engine_clock, untouched
+from _llama import FULL, LEAST_NORM, SEQUENCE, SMALL, engine_of, made, memory_of, steps_of, tokens
+from simulated import load
+from simulated.engine import engine_clock
 from simulated.figures import Figures, watched
 
 import offload
@@ -62,9 +57,7 @@ from offload.planning.timing import Timing, timing_of
 from offload.planning.work import work_of
 from offload.request import unit_bytes_of
 
-HEADROOM = 0.95  # of device and host memory
 MOST_MICRO_BATCHES = 16
-LEAST_NORM = 1e-3  # to which a step that clips does: in a dry run, each sum of squares is 1
 MOST_LEFT = int(3.1 * 2**30)  # of the device for parameters: the three largest units take 2.4 GiB
 
 
@@ -141,7 +134,7 @@ class Batch:
 @contextlib.contextmanager
 def engine(case: Case, hardware: Hardware, sizes: dict[str, int], micro_batches: int) -> Iterator[offload.Engine]:
     """Make an engine for a case, inside the clock."""
-    memory = {"device": int(hardware.device_bytes * HEADROOM), "cpu": int(hardware.host_bytes * HEADROOM)}
+    memory = memory_of(hardware)
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"offload_param": case.param, "offload_optimizer": case.optimizer}
         if case.working_bytes is not None:
@@ -151,19 +144,9 @@ def engine(case: Case, hardware: Hardware, sizes: dict[str, int], micro_batches:
         if "nvme" in (case.param, case.optimizer):
             options |= {"nvme_path": folder}
         budgets = memory if "nvme_path" not in options else {**memory, "nvme": "1TB"}
-        model = untouched(made(sizes))
-        found = offload.Engine(
-            model,
-            offload.AdamW(lr=1e-4),
-            device="sim",
-            max_memory=budgets,
-            gradient_accumulation_steps=micro_batches,
-            **options,
-        )
-        try:
+        options |= {"max_memory": budgets, "gradient_accumulation_steps": micro_batches}
+        with engine_of(made(sizes), **options) as found:
             yield found
-        finally:
-            found.close(restore=False)
 
 
 def of_engine(case: Case, sizes: dict[str, int], batch: Batch, steps: int = 2) -> Figures:
@@ -173,14 +156,7 @@ def of_engine(case: Case, sizes: dict[str, int], batch: Batch, steps: int = 2) -
         engine_clock(hardware, dry=True, updates=case.optimizer == "none") as watch,
         engine(case, hardware, sizes, batch.micro_batches) as ours,
     ):
-        ids = torch.zeros(batch.rows, SEQUENCE, dtype=torch.int64, device="sim")
-
-        def step() -> None:
-            for _ in range(batch.micro_batches):
-                ours.backward(ours(ids))
-                ours.step()
-
-        return watched(watch, hardware, step, steps=steps)
+        return steps_of(ours, watch, hardware, rows=batch.rows, micro_batches=batch.micro_batches, steps=steps)
 
 
 def predicted(case: Case, sizes: dict[str, int], batch: Batch) -> Timing:
@@ -201,7 +177,7 @@ def of_plain_torch(machine: str, sizes: dict[str, int], batch: Batch) -> Figures
     with engine_clock(hardware, dry=True) as watch:
         model = made(sizes).to_empty(device="sim")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        ids = torch.zeros(batch.rows, SEQUENCE, dtype=torch.int64, device="sim")
+        ids = tokens(batch.rows)
 
         def step() -> None:
             for _ in range(batch.micro_batches):
@@ -338,7 +314,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="in one micro-batch, instead of a batch near break-even")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
-    simulated.load()
+    load()
     sizes = SMALL if arguments.smoke else FULL
     cases = (CASES[0], CASES[4]) if arguments.smoke else CASES
     chosen = [case for case in cases if not arguments.only or arguments.only in f"{case.name}, {case.machine}"]

@@ -26,19 +26,14 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from _common import emit
-from _llama import FULL, SEQUENCE, SMALL, made
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-import simulated
-from simulated.engine import engine_clock, untouched
+from _llama import FULL, SEQUENCE, SMALL, engine_of, made, memory_of, tokens
+from simulated import load
+from simulated.engine import engine_clock
 from simulated.figures import Figures, watched
 from torch import nn
 
@@ -46,7 +41,6 @@ import offload
 from offload.planning.hardware import PRESETS
 from offload.sizes import GIB
 
-HEADROOM = 0.95  # of device and host memory
 TIGHT = (1.01, 0.95, 0.85, 0.8)  # of what ON_CPU takes where it has the whole device
 WARM = 5  # steps before those that are counted
 CHECKPOINT, ON_CPU, OFFLOAD, NOWHERE = "checkpoint", "save_on_cpu", "offload", "nowhere"
@@ -112,8 +106,8 @@ def made_anew(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 def options_of(setting: Setting, mode: str, device_bytes: int | None) -> dict[str, Any]:
     """Return the engine's options; with `device_bytes`, as tight as that."""
     hardware = PRESETS[setting.machine]
-    memory = {"device": device_bytes or int(hardware.device_bytes * HEADROOM)}
-    memory["cpu"] = int(hardware.host_bytes * HEADROOM)
+    memory = memory_of(hardware)
+    memory["device"] = device_bytes or memory["device"]
     options: dict[str, Any] = {"max_memory": memory, "offload_param": setting.param, "offload_optimizer": "cpu"}
     if setting.param != "none":  # so that all ways have as much room for parameters
         options["activation_memory"] = memory["device"] - 6 * GIB if device_bytes is None else device_bytes - 4 * GIB
@@ -129,10 +123,9 @@ def options_of(setting: Setting, mode: str, device_bytes: int | None) -> dict[st
 def of_engine(sizes: dict[str, int], setting: Setting, mode: str, rows: int, options: dict[str, Any]) -> Figures:
     """Return what steps take."""
     hardware = PRESETS[setting.machine]
-    simulated.load().reset_peak(0)  # the engine looks at the highest ever
-    with engine_clock(hardware, dry=True) as watch:
-        engine = offload.Engine(untouched(net(sizes, mode)), offload.AdamW(lr=1e-4), device="sim", **options)
-        ids = torch.zeros(rows, SEQUENCE, dtype=torch.int64, device="sim")
+    load().reset_peak(0)  # the engine looks at the highest ever
+    with engine_clock(hardware, dry=True) as watch, engine_of(net(sizes, mode), **options) as engine:
+        ids = tokens(rows)
 
         def step() -> None:
             with hooks_of(mode):
@@ -140,10 +133,7 @@ def of_engine(sizes: dict[str, int], setting: Setting, mode: str, rows: int, opt
             engine.backward(loss)
             engine.step()
 
-        try:
-            return watched(watch, hardware, step, warm=WARM)
-        finally:
-            engine.close(restore=False)
+        return watched(watch, hardware, step, warm=WARM)
 
 
 def run_mode(sizes: dict[str, int], setting: Setting, mode: str, device_bytes: int | None = None) -> dict[str, Any]:
@@ -202,7 +192,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a model of three layers on one machine")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
-    simulated.load()
+    load()
     sizes, settings = (SMALL, SETTINGS[:1]) if arguments.smoke else (FULL, SETTINGS)
     emit(arguments.json, {"model": sizes, "settings": [run_setting(sizes, setting) for setting in settings]})
 

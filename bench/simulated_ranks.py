@@ -17,27 +17,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from _common import emit
-from _llama import FULL, SEQUENCE, SMALL, made
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-from simulated.engine import engine_clock, untouched
-from simulated.figures import Figures, watched
+from _llama import FULL, SMALL, engine_of, made, memory_of, steps_of
+from simulated.engine import engine_clock
+from simulated.figures import Figures
 from simulated.ranks import GRADIENTS, PARAMETERS, WORDS, Wires
 
-import offload
 from offload.planning.clusters import H200_NODE
 from offload.planning.hardware import H200
 from offload.spans import COLLECTIVES
 
-HEADROOM = 0.95  # of device and host memory
 HIDDEN = 0.9  # to reach
 KINDS = {"gradients": GRADIENTS, "parameters": PARAMETERS, "words": WORDS}
 
@@ -63,21 +55,9 @@ CASES = tuple(Case(world, stage) for world in (2, 4) for stage in (1, 2, 3))
 def figures_of(case: Case, sizes: dict[str, int]) -> tuple[Figures, int]:
     """Return what steps of a rank take, and how many bytes the plan says that it sends in one."""
     wires = Wires(case.world, H200_NODE.network_bytes_s)
-    with engine_clock(H200, dry=True, wires=wires) as watch:
-        memory = {"device": int(H200.device_bytes * HEADROOM), "cpu": int(H200.host_bytes * HEADROOM)}
-        options: dict[str, Any] = {"device": "sim", "stage": case.stage, "max_memory": memory}
-        model = untouched(made(sizes))
-        ours = offload.Engine(model, offload.AdamW(lr=1e-4), offload_param="cpu", offload_optimizer="cpu", **options)
-        ids = torch.zeros(case.rows, SEQUENCE, dtype=torch.int64, device="sim")
-
-        def step() -> None:
-            ours.backward(ours(ids))
-            ours.step()
-
-        try:
-            return watched(watch, H200, step), ours.plan.step_bytes[COLLECTIVES]
-        finally:
-            ours.close(restore=False)
+    options = {"offload_param": "cpu", "offload_optimizer": "cpu", "stage": case.stage, "max_memory": memory_of(H200)}
+    with engine_clock(H200, dry=True, wires=wires) as watch, engine_of(made(sizes), **options) as ours:
+        return steps_of(ours, watch, H200, rows=case.rows), ours.plan.step_bytes[COLLECTIVES]
 
 
 def shares(figures: Figures, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -35,6 +35,7 @@ from _common import (
     emit,
     load_model,
     model_directory,
+    plain_step,
     text_file,
     text_windows,
     vocabulary_size,
@@ -85,23 +86,11 @@ def run_plain(
     model: torch.nn.Module, data: list[dict[str, Any]], max_grad_norm: float
 ) -> tuple[list[float], list[float]]:
     """Train with torch alone; returns seconds and losses per step."""
-    parameters = list(model.parameters())
-    masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
-    optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.1, fused=True)
+    step, _ = plain_step(model, max_grad_norm, lr=1e-5, weight_decay=0.1)
     seconds, losses = [], []
     for batch in data:
         begin = time.perf_counter()
-        loss = model(**batch).loss
-        loss.backward()
-        for parameter, master in zip(parameters, masters, strict=True):
-            assert parameter.grad is not None
-            master.grad, parameter.grad = parameter.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, max_grad_norm)
-        optimizer.step()
-        with torch.no_grad():
-            for parameter, master in zip(parameters, masters, strict=True):
-                parameter.copy_(master)
-        losses.append(loss.item())
+        losses.append(step(batch))
         seconds.append(time.perf_counter() - begin)
     return seconds, losses
 
