@@ -1,7 +1,7 @@
 """Language models of transformers without weights: of a name, a folder, a file or a config.
 
-Owns what such words stand for, and the errors where they stand for nothing. Next: :mod:`offload.predicting` plans for
-these models; :mod:`offload.known_models` has the shapes.
+Owns what such words stand for, the errors where they stand for nothing, and how long a model's sequences may be. Next:
+:mod:`offload.predicting` plans for these models; :mod:`offload.known_models` has the shapes.
 """
 
 from __future__ import annotations
@@ -155,3 +155,19 @@ def compute_again(model: Any) -> None:
     """Let a model of transformers compute activations again in backward; older versions have another name for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def positions_of(model: Any) -> int | None:
+    """Return how many positions a model of transformers has in a table; None if it computes them: they have no end.
+
+    Of one that sees images, too, it is not known: the table may be of the images.
+    """
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is None:
+        return None
+    words = model.get_input_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) and module is not words and most <= module.num_embeddings <= most + 2:
+            skipped = 0 if module.padding_idx is None else module.padding_idx + 1
+            return min(int(most), module.num_embeddings - skipped)
+    return int(most) if any(one.dim() == 2 and one.shape[0] == most for one in model.buffers()) else None

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from offload.activations.ledger import with_margin
+from offload.classes import is_a
 from offload.config import Config, tier_named, values_of
 from offload.errors import BudgetError, ConfigError
 from offload.forecast import NEAR, Clipping, Forecast, given_way, missing_bytes, room_bytes
@@ -28,7 +29,7 @@ from offload.memory.budget import Tier
 from offload.memory.devices import is_host, open_device
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
 from offload.memory.machine import free_bytes
-from offload.meta_models import made_on_meta, names_dtype, shortened
+from offload.meta_models import made_on_meta, names_dtype, positions_of, shortened
 from offload.module.quantized import ready_meanwhile
 from offload.module.refusals import refuse_model
 from offload.optim.rules import Rule, rule_of
@@ -153,6 +154,7 @@ def plan(
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)
+    _check_length(module, batch)
     refuse_options(ranks, spec, rule)
     with ready_meanwhile(module, cast):
         logger.info("placing parameters, gradients and states")
@@ -223,6 +225,18 @@ def _check_module_options(checkpointing: bool | None, chunk_loss: bool) -> None:
         )
     if chunk_loss:
         raise ConfigError(f"chunk_loss: {kept}; call offload.ops.chunk_loss(model) before")
+
+
+def _check_length(module: nn.Module, batch: Any) -> None:
+    """Refuse sequences that end in an error when they are run: on shapes, nobody sees that a table is too short."""
+    if not is_ids(batch) or not is_a(module, "transformers", "PreTrainedModel"):
+        return
+    length, positions = max(batch[1:], default=0), positions_of(module)
+    if positions is not None and length > positions:
+        raise ConfigError(
+            f"batch: expected sequences of at most {positions} tokens, the model's positions, but got {length}; take "
+            "shorter ones"
+        )
 
 
 def _is_size(value: object) -> bool:

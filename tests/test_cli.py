@@ -32,8 +32,8 @@ from offload.cli.finetune.progress import Progress, RssMeter
 from offload.cli.finetune.sequences import Cut, orders
 from offload.cli.finetune.settings import EngineSettings, FinetuneError, Settings, settings_of
 from offload.cli.finetune.text import first_sentences, make_windows, read_text, split_text
-from offload.cli.models import positions_of
 from offload.errors import ConfigError
+from offload.meta_models import positions_of
 from offload.sizes import short_bytes
 from offload.stats import LINKS, LinkStats, Stats
 

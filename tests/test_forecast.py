@@ -589,6 +589,20 @@ def test_unknown_models_and_machines_are_refused(
     assert message in err and plain["fits"] is None and plain["error"] in err and "budgets" not in plain
 
 
+def test_sequences_longer_than_a_table_of_positions_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"model_type": "gpt2", "n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    call = ["plan", "--model", str(tmp_path), "--hardware", "desktop", "--batch"]
+    assert main([*call, "1x24"]) == 0
+    assert main([*call, "1x25"]) == 2
+    assert "--batch: expected sequences of at most 24 tokens" in capsys.readouterr().err
+    assert offload.plan(tiny(), batch=(1, 4096), hardware="desktop").fits  # computes them, and its config names 2048
+    with pytest.raises(ConfigError, match="batch: expected .rows, length."):
+        offload.plan(tiny(), batch=(25,), hardware="desktop")
+
+
 def test_updates_of_lamb_read_twice() -> None:
     """In bf16, of each parameter: moments, and both halves of its master."""
     model = nn.Linear(WIDE, INNER, bias=False, dtype=torch.bfloat16)

@@ -19,7 +19,6 @@ from typing import Any
 from offload.cli.models import (
     load_engine,
     load_tokenizer,
-    positions_of,
     quiet_transformers,
     require_model,
     tokenizer_folder,
@@ -80,6 +79,8 @@ def run(settings: GenerateSettings, engine_options: Mapping[str, Any]) -> None:
     require_model(settings.model)
     tokenizer = load_tokenizer(tokenizer_folder(settings.model, settings.adapter), settings.chat_template)
     from transformers import TextStreamer
+
+    from offload.meta_models import positions_of
 
     inputs = _inputs(tokenizer, settings)
     engine = load_engine(settings.model, settings.adapter, dict(engine_options))

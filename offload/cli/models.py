@@ -101,21 +101,6 @@ def read_causal_model(folder: Path) -> tuple[torch.nn.Module, Weights | None]:
         raise ConfigError(f"model {folder}: cannot be loaded: {error}") from error
 
 
-def positions_of(model: Any) -> int | None:
-    """Return how many positions a model has in a table; None if it computes them, so that they have no end."""
-    from torch import nn
-
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is None:
-        return None
-    words = model.get_input_embeddings()
-    for module in model.modules():
-        if isinstance(module, nn.Embedding) and module is not words and most <= module.num_embeddings <= most + 2:
-            skipped = 0 if module.padding_idx is None else module.padding_idx + 1
-            return min(int(most), module.num_embeddings - skipped)
-    return int(most) if any(one.dim() == 2 and one.shape[0] == most for one in model.buffers()) else None
-
-
 def _why_whole(folder: Path) -> str | None:
     """Return why a model has to be in memory as a whole; None if it has not."""
     if is_quantized(folder):

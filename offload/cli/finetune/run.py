@@ -33,11 +33,11 @@ from offload.cli.finetune.report import MemoryReport, Report, StepRecord, perple
 from offload.cli.finetune.sequences import Batch, Sequences, orders
 from offload.cli.finetune.settings import FinetuneError, Settings
 from offload.cli.finetune.stopping import Stop, Stopped
-from offload.cli.models import load_tokenizer, positions_of, quiet_transformers, read_causal_model, require_model
+from offload.cli.models import load_tokenizer, quiet_transformers, read_causal_model, require_model
 from offload.memory import machine
 from offload.memory.device import Device
 from offload.memory.devices import open_device
-from offload.meta_models import compute_again
+from offload.meta_models import compute_again, positions_of
 
 if TYPE_CHECKING:
     from offload.checkpoint.pretrained import Weights
