@@ -170,6 +170,7 @@ def test_a_part_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "8,x"], "whole number of at least 1"),
         (["--parameters", "7"], "parameters such as 7B"),
         (["--parameters", "0B"], "parameters such as 7B"),
+        (["--parameters", "0.0000001M"], "parameters such as 7B"),
         (["--tokens", "-1"], "whole number of at least 1"),
     ],
 )

@@ -137,9 +137,10 @@ def _short(parameters: int) -> str:
 
 def _parameter(text: str) -> int:
     match = _NUMBER.fullmatch(text)
-    if match is None or not float(match[1]):
+    parameters = int(float(match[1]) * _LETTERS[match[2]]) if match else 0
+    if not parameters:
         raise argparse.ArgumentTypeError(f"expected parameters such as 7B, 70B or 1T but got {text!r}")
-    return int(float(match[1]) * _LETTERS[match[2]])
+    return parameters
 
 
 def _parameters(text: str) -> tuple[int, ...]:
