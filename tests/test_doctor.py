@@ -78,6 +78,7 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"torch": None}, "torch", Level.PROBLEM, "pip install torch"),
         ({"torch": "2.6.0"}, "torch", Level.PROBLEM, "torch>=2.7"),
         ({"omp_dynamic": True}, "OpenMP", Level.PROBLEM, "unset OMP_DYNAMIC"),
+        ({"transformers": "4.55.4"}, "transformers", Level.PROBLEM, "transformers>=4.56"),
         ({"torch_error": "ImportError: libcudnn"}, "torch", Level.PROBLEM, "libcudnn"),
         ({"extension_errors": {"swap._aio": "no module"}}, "extensions", Level.PROBLEM, "pip install ."),
         ({"gpus": ()}, "gpu", Level.PROBLEM, "nvidia-smi"),

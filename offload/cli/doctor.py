@@ -25,6 +25,7 @@ from offload.sizes import GIB, format_bytes
 BUILD = "build it: pip install . (or make venv) in the checkout, which needs a C++20 compiler"
 LEAST_KERNEL = (5, 10)
 LEAST_TORCH = (2, 7)
+LEAST_TRANSFORMERS = (4, 56)
 LEAST_PYTHON = (3, 10)
 LEAST_LOCKABLE_BYTES = 64 << 20  # what registered buffers are worth having for
 PAGE_LOCK_PROBE_BYTES = 256 << 20
@@ -311,7 +312,10 @@ def _threads(facts: Facts) -> Verdicts:
 
 def _transformers(facts: Facts) -> Verdicts:
     needed = "needed by `offload finetune`, `generate`, `merge` and `plan`"
-    return _ok(facts.transformers or f"not installed ({needed}: pip install 'offload[finetune]')")
+    if facts.transformers is None:
+        return _ok(f"not installed ({needed}: pip install 'offload[finetune]')")
+    is_old = _version(facts.transformers) < LEAST_TRANSFORMERS
+    return _problem(facts.transformers, "pip install 'transformers>=4.56'") if is_old else _ok(facts.transformers)
 
 
 def _extensions(facts: Facts) -> Verdicts:
