@@ -121,11 +121,11 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
     if _is_known(model):
         shapes = dict(KNOWN[str(model).lower()])
         return transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
-    file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
-    if not file.is_file():
+    file = Path(model) if os.path.isfile(model) else Path(model) / "config.json"
+    if not os.path.isfile(file):
         raise ConfigError(
-            f"model {os.fspath(model)}: expected a folder with config.json, such a file, or the name of a known model"
-            f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
+            f"model {os.fspath(model)}: expected a folder with config.json that may be read, such a file, or the name "
+            f"of a known model{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
         )
     try:
         return transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
@@ -139,7 +139,7 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
 
 def _is_known(model: str | os.PathLike[str]) -> bool:
     """Tell whether this is a known name. A folder with config.json is that model, whatever its name."""
-    return isinstance(model, str) and model.lower() in KNOWN and not (Path(model) / "config.json").is_file()
+    return isinstance(model, str) and model.lower() in KNOWN and not os.path.isfile(Path(model) / "config.json")
 
 
 def _refuse_code(model: str, error: Exception) -> None:

@@ -573,6 +573,7 @@ def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.Ca
     ("call", "message"),
     [
         (["--model", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),
+        (["--model", "m" * 300], "expected a folder with config.json that may be read"),  # no file system looks for it
         (["--model", "llama-3.1-8b", "--hardware", "desk"], "did you mean 'desktop'"),
         (["--model", "llama-3.1-8b", "--cpu", "much"], "error: --cpu: expected bytes"),
         (["--model", "llama-3.1-8b", "--stage", "2"], "error: --stage: expected ranks beside it"),
