@@ -402,7 +402,7 @@ def test_every_plan_beside_an_accelerator_has_seconds(request: Request, clips: b
     order = tuple(unit.index for unit in plan.request.units)
     uses = Uses((*order, 0), (0, *order[:0:-1])) if ties else Uses(order, order[::-1])
     for accumulated in (1, 3):
-        work = Work({}, {}, 0, 0, 0, (1e-3, 2e-3), uses=uses)
+        work = Work({}, {}, (0, 0), 0, 0, (1e-3, 2e-3), uses=uses)
         found = timing_of(plan, work, DESKTOP, micro_batches=accumulated, clips=clips)
         assert 3e-3 * accumulated <= found.step_s * (1 + 1e-9) < 1e3
         took = lane_seconds(found.moved, DESKTOP)
