@@ -248,21 +248,27 @@ class Checkpoints:
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
-    def load(self, directory: str | Path, *, tag: str | None, strict: bool) -> Any:
-        """Read a checkpoint; see ``Engine.load_checkpoint``."""
-        with self._parts.hooks.deferral, Together(self._parts.ranks, "load_checkpoint") as together:
-            with self._life.refilling(f"loading a checkpoint of {directory}", strict=strict) as again:
-                return self._load(directory, tag, together, strict=strict, again=again)
+    def load(self, directory: str | Path, *, tag: str | None, strict: bool, states: bool = True) -> Any:
+        """Read a checkpoint; see ``Engine.load_checkpoint``.
 
-    def _load(self, directory: str | Path, tag: str | None, together: Together, *, strict: bool, again: bool) -> Any:
+        Without `states`, those of the optimizer, its groups and an accumulation are left out, whatever was saved. They
+        stay as they are, and gradients are dropped.
+        """
+        with self._parts.hooks.deferral, Together(self._parts.ranks, "load_checkpoint") as together:
+            with self._life.refilling(f"loading a checkpoint of {directory}", strict=strict and states) as again:
+                return self._load(directory, tag, together, strict=strict, states=states, again=again)
+
+    def _load(
+        self, directory: str | Path, tag: str | None, together: Together, *, strict: bool, states: bool, again: bool
+    ) -> Any:
         manager, parts = self._life.require_open(), self._parts
         self.settle(manager.safe_point.check)
         with Folder(directory).reading(None if tag is None else check_tag(tag)) as path:
             index = Index.read(path / FILE_NAME)
             source = Source(path, index)
             manager.tiers.refuse_leased(manager.units)
-            restorer = Restorer(manager, index, strict=strict)
-            self._refuse_another_class(index, strict=strict)
+            restorer = Restorer(manager, index, strict=strict, states=states)
+            self._refuse_another_class(index, strict=strict and states)
             self._state.refuse_other_wrappers(index.contents.get("wrappers", {}), index.tag)
             with self._staging(manager, BUFFERS) as staging:
                 contents = index.contents | self._state.own_of(index.contents, parts.ranks, index.tag)
@@ -273,9 +279,11 @@ class Checkpoints:
                 }
                 imported = index.contents["random"] is None
                 self._state.refuse_other_buffers(found, index.tag, strict=strict, imported=imported)
+                if not states:
+                    found["accumulation"] = {"gradients": {}, "micro_batches": None}
                 found["accumulation"] = self._state.accumulation(found["accumulation"], index.tag, strict=strict)
-                groups = self._state.groups(found["optimizer"], strict=strict)
-                together.meet({"strict": strict, "the checkpoint": _digest(path)})
+                groups = self._state.groups(found["optimizer"], strict=strict) if states else None
+                together.meet({"strict": strict, "states": states, "the checkpoint": _digest(path)})
                 parts.changes.forget_copies()
                 parts.changes.adopt()
                 self._training.zero_grad()
@@ -285,7 +293,7 @@ class Checkpoints:
                 restorer.read(source, staging, parts.steps.counts)
                 waiting = restorer.read_gradients(source, staging) if found["accumulation"]["gradients"] else []
                 known_updates = {name: int(row["updates"]) for name, row in index.contents["parameters"].items()}
-                self._state.restore(found, known_updates, restorer.loaded, restorer.fresh)
+                self._state.restore(found, known_updates, restorer.loaded, restorer.fresh, states=states)
                 names = self._state.names()
                 for where in waiting:
                     known = found["accumulation"]["gradients"][names[where]]

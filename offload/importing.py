@@ -62,17 +62,27 @@ class Fitting:
     facts: Facts
 
 
-def import_checkpoint(path: str | Path, module: nn.Module, parts: Parts, life: Life, *, strict: bool) -> Facts:
-    """Load a checkpoint; see ``Engine.import_checkpoint``."""
+def import_checkpoint(
+    path: str | Path, module: nn.Module, parts: Parts, life: Life, *, strict: bool, states: bool = True
+) -> Facts:
+    """Load a checkpoint; see ``Engine.import_checkpoint``. Without `states`, the optimizer stays as it is."""
     with parts.hooks.deferral, Together(parts.ranks, "import_checkpoint") as together:
-        with life.refilling(f"importing {path}", strict=strict) as again:
-            return _import(path, module, parts, life, together, strict=strict, again=again)
+        with life.refilling(f"importing {path}", strict=strict and states) as again:
+            return _import(path, module, parts, life, together, strict=strict, states=states, again=again)
 
 
 def _import(
-    path: str | Path, module: nn.Module, parts: Parts, life: Life, together: Together, *, strict: bool, again: bool
+    path: str | Path,
+    module: nn.Module,
+    parts: Parts,
+    life: Life,
+    together: Together,
+    *,
+    strict: bool,
+    states: bool,
+    again: bool,
 ) -> Facts:
-    manager, optimizer = life.require_open(), parts.steps.optimizer
+    manager, optimizer = life.require_open(), parts.steps.optimizer if states else None
     trained = {
         id(parameter): unit.dtype
         for unit, members in zip(parts.tree.units, parts.tree.parameters, strict=True)
@@ -252,14 +262,11 @@ def _packed(names: Names, optimizer: Trained, found: Found, *, strict: bool) -> 
         groups.append({**options, "params": numbers})
         packed.update({at: states[name] for at, name in zip(numbers, members, strict=True) if name in states})
     result: dict[str, Any] = {"state": packed, "param_groups": groups}
-    taken = found.facts.global_step
-    if taken is not None:
-        taken = max(taken - found.facts.skipped_steps, 0)
-    else:
+    taken = found.facts.taken
+    if taken is None:
         taken = max((int(state["step"]) for state in states.values() if "step" in state), default=None)
     if taken is not None:
-        scale = {} if found.facts.loss_scale is None else {"loss_scale": dict(found.facts.loss_scale)}
-        result["run"] = {"step": taken, "skipped_steps": found.facts.skipped_steps, **scale}
+        result["run"] = found.facts.run(taken)
     return result
 
 

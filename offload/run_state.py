@@ -269,6 +269,8 @@ class RunState:
         updates: Mapping[str, int],
         loaded: Mapping[Where, str],
         fresh: Container[Where] = (),
+        *,
+        states: bool = True,
     ) -> None:
         """Put everything but groups, waiting gradients and random generators.
 
@@ -277,6 +279,7 @@ class RunState:
             updates: that each parameter has had, by name.
             loaded: parameters whose content was loaded, with the names that it was saved under.
             fresh: of them, those whose states begin anew.
+            states: were loaded, too; else what is counted for them stays.
         """
         steps, saved = self._parts.steps, found["optimizer"]
         own = buffers_of(self._module, self._parts.hooks.binding, every_name=True)
@@ -287,6 +290,10 @@ class RunState:
         for name, module in taking_extra(self._module).items():
             if name in found["extra"]:
                 module.set_extra_state(found["extra"][name])
+        if saved is not None and steps.step is not None:
+            steps.run.load_state_dict(saved["run"])
+        if not states:
+            return
         for (unit, slot), name in loaded.items():
             if unit in steps.counts.counts:
                 steps.counts.counts[unit][slot] = 0 if (unit, slot) in fresh else updates[name]
@@ -298,7 +305,6 @@ class RunState:
                 marks = dict.fromkeys(records[name]["placed"], Placed.MARK)
                 steps.counts.records.put(where, {**records[name]["kept"], **marks})
         if saved is not None and steps.step is not None:
-            steps.run.load_state_dict(saved["run"])
             steps.step.grad_norm = saved["grad_norm"]
             steps.step.micro_batches.load_state_dict(found["accumulation"]["micro_batches"])
 

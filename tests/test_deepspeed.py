@@ -570,14 +570,15 @@ def test_parts_of_a_checkpoint(dtype: str, tmp_path: Path) -> None:
         trained(engine, 50, 53)
         rates, drawn = engine.get_lr(), torch.random.get_rng_state()
         torch.rand(3)
-        later = torch.random.get_rng_state()
+        later, own = torch.random.get_rng_state(), moments(engine)
         assert engine.load_checkpoint(tmp_path, load_module_only=True)[1] == {"a": 1}
         assert torch.equal(torch.random.get_rng_state(), later) and not torch.equal(later, drawn)
         assert (engine.global_steps, engine.micro_steps, engine.get_lr()) == (1, 2, rates)
         assert engine.optimizer is not None and engine.grad_norm is not None
         for name, (digest, master) in masters(engine).items():
             assert digest == saved[name][0] and torch.equal(master, saved[name][1]), name
-        assert all(not state["step"] for state in engine.optimizer.state_dict()["state"].values())
+        assert_same_tensors(moments(engine), own)
+        assert {int(state["step"]) for state in engine.optimizer.state_dict()["state"].values()} == {1}
         trained(engine, 0, 2)
     with initialize(config=config) as engine:
         engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_lr_scheduler_states=False)
@@ -585,6 +586,62 @@ def test_parts_of_a_checkpoint(dtype: str, tmp_path: Path) -> None:
         assert engine.optimizer is not None
         assert all(not state["step"] for state in engine.optimizer.state_dict()["state"].values())
         assert {name: digest for name, (digest, _) in masters(engine).items()} == {n: d for n, (d, _) in saved.items()}
+
+
+STATES = {"exp_avg", "exp_avg_sq"}
+
+
+def moments(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    assert engine.optimizer is not None
+    states = engine.optimizer.state_dict()["state"].items()
+    return {f"{at} {name}": value.clone() for at, state in states for name, value in state.items() if name in STATES}
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "another kernel": {"config": {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}},
+    "another class": {"config": {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}},
+    "of torch": {"optimizer": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3)},
+    "frozen layers": {},
+    "only evaluates": {"config": {"optimizer": None, "scheduler": None}},
+}
+
+
+@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_weights_of_a_run_with_another_optimizer(name: str, saved: str, tmp_path: Path) -> None:
+    """What a run is fine-tuned from: its optimizer, groups and frozen layers are its own business."""
+    config = {"bf16": {"enabled": True}} if saved == "bfloat16" else {}
+    x = batch(0)["x"].to(getattr(torch, saved))
+    with initialize(config=config) as engine:
+        for _ in range(2 * ACCUMULATION + 1):  # the last one waits for a step
+            engine.backward(engine(x).loss)
+            engine.step()
+        truth = {name: value.clone() for name, value in engine.state_dict().items()}
+        engine.save_checkpoint(tmp_path)
+    for only in (True, False):
+        given = OTHERS[name]
+        model = tower()
+        model.layers[0].requires_grad_(name != "frozen layers")
+        if name == "only evaluates":
+            model.requires_grad_(False)
+        more = {"optimizer": given["optimizer"](model.parameters())} if "optimizer" in given else {}
+        with initialize(model, {**config, **given.get("config", {})}, **more) as engine:
+            engine.load_checkpoint(tmp_path, load_module_only=only, load_optimizer_states=False)
+            assert_same_tensors(engine.state_dict(), truth)
+            if engine.optimizer is not None:
+                assert engine.global_steps == (0 if only else 2)
+                assert [(engine.backward(engine(x).loss), engine.step())[1] for _ in range(ACCUMULATION)][-1]
+
+
+@pytest.mark.parametrize("given", [{"load_module_only": True}, {"load_optimizer_states": False}])
+def test_weights_alone_have_to_be_of_the_same_model(given: dict[str, bool], tmp_path: Path) -> None:
+    with initialize() as engine:
+        engine.save_checkpoint(tmp_path)
+    with initialize(Tower(layers=4)) as engine:
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        with pytest.raises(CheckpointError, match="is of another model"):
+            engine.load_checkpoint(tmp_path, **given)
+        assert_same_tensors(engine.state_dict(), before)
 
 
 def test_gradients_of_a_checkpoint_from_inside_an_accumulation_are_dropped_without_states(tmp_path: Path) -> None:

@@ -261,6 +261,39 @@ def test_a_script_of_several_processes(tmp_path: Path) -> None:
     assert [found["samples"] for found in every] == [padded[rank::WORLD] for rank in range(WORLD)]
 
 
+def evaluate(rank: int, path: str) -> dict[str, Any]:
+    """Evaluate other numbers of batches on each rank, and load the weights of another optimizer's run."""
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": WORLD}
+    config = {**CONFIG, **sizes, "zero_optimization": {"stage": 3, **homes("nvme", path)}}
+    found: dict[str, Any] = {}
+    for type_ in ("AdamW", "Lion"):
+        optimizer = {"type": type_, "params": {"lr": 1e-3}}
+        engine = deepspeed.initialize(model=tower(), config={**config, "optimizer": optimizer}, **BUDGETS)[0]
+        engine.backward(engine(batch(rank, torch.float32)[:1]).loss)
+        engine.step()
+        if found:
+            engine.load_checkpoint(f"{path}/saved", load_module_only=True)
+        else:
+            engine.save_checkpoint(f"{path}/saved")
+        with torch.no_grad():
+            losses = [engine(batch(10, torch.float32)[:1]).loss for _ in range(1 + rank)]
+        total = losses[-1].clone()
+        deepspeed.comm.all_reduce(total)
+        if rank == 0:  # alone
+            with torch.no_grad():
+                engine(batch(11, torch.float32)[:1])
+        deepspeed.comm.barrier()
+        found[type_] = (total.item(), engine.global_steps, bits(engine.state_dict()))
+        engine.destroy()
+    return found
+
+
+def test_processes_evaluate_other_numbers_of_batches(tmp_path: Path) -> None:
+    every = run(evaluate, WORLD, str(tmp_path))
+    assert all(isinstance(found, dict) for found in every), every
+    assert every[0] == every[1] == every[2] and every[0]["AdamW"] == every[0]["Lion"]
+
+
 def test_sizes_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     for given, expected in (

@@ -159,13 +159,14 @@ class _Fit:
 class Restorer:
     """Reads one checkpoint into one engine. See the module's text."""
 
-    def __init__(self, manager: Manager, index: Index, *, strict: bool) -> None:
+    def __init__(self, manager: Manager, index: Index, *, strict: bool, states: bool = True) -> None:
         """Compare what there is with what is wanted.
 
         Args:
             manager: owner of the shards.
             index: of the checkpoint.
             strict: refuse what is missing, left over, or would lose bits.
+            states: read the optimizer's states, too; else they stay as they are, as gradients do, whatever was saved.
 
         Raises:
             CheckpointError: it is another model's, another optimizer's, or would lose bits.
@@ -174,10 +175,14 @@ class Restorer:
         self._units = without_reference(manager.units)
         self._index = index
         self._strict = strict
+        self._with_states = states
         self._found = index.by_role()
         self._states = manager.tiers.plan.request.states
-        self._evaluates = not any(unit.trainable for unit in self._units)
-        self._columns = [columns_of(unit, self._states, None) for unit in self._units]
+        self._takes_frozen = not states or not any(unit.trainable for unit in self._units)
+        self._columns = [
+            [each for each in columns_of(unit, self._states, None) if states or each.label in (PARAMETER, MASTER)]
+            for unit in self._units
+        ]
         self._request = manager.tiers.plan.request
         self._places = {
             slot.name: (unit.index, position) for unit in self._units for position, slot in enumerate(unit.slots)
@@ -189,7 +194,7 @@ class Restorer:
                 if (PARAMETER, slot.name) in self._found:
                     self._fits[unit.index, position] = self._fit(unit, slot)
         self._gradients = [
-            entry for entry in index.entries if entry.role == GRADIENT and self._takes_gradient(entry.name)
+            entry for entry in index.entries if states and entry.role == GRADIENT and self._takes_gradient(entry.name)
         ]
         self._refuse_narrow_gradients()
 
@@ -232,10 +237,10 @@ class Restorer:
         name, columns = slot.name, self._columns[unit.index]
         found = {column.label: self._found.get((column.label, name)) for column in columns}
         if all(entry is not None and entry.dtype == column.dtype for column, entry in _pairs(columns, found)):
-            if unit.trainable or self._evaluates or not self._is_trained(name) or not self._strict:
+            if unit.trainable or self._takes_frozen or not self._is_trained(name) or not self._strict:
                 return _Fit(name, True, self._states.names)
         parameter = self._found[PARAMETER, name]
-        if unit.trainable != self._is_trained(name) and not self._evaluates:
+        if unit.trainable != self._is_trained(name) and not self._takes_frozen:
             here, there = ("trained", "frozen") if unit.trainable else ("frozen", "trained")
             self._refuse(f"{name} is {there} in it and {here} here", "freeze the same parameters")
         mine = columns_of_parameter(columns)
@@ -244,6 +249,8 @@ class Restorer:
         )
         if parameter.dtype != mine and not exact:
             self._refuse(f"{name} is stored as {parameter.dtype}, of which {mine} loses bits", "take the same dtype")
+        if not self._with_states:
+            return _Fit(name, False, ())
         states = self._states.names if unit.trainable else ()
         saved = self._state_names(name)
         if unit.trainable and self._is_trained(name) and set(states) != set(saved):
@@ -306,7 +313,7 @@ class Restorer:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, source: Source, staging: Staging, counts: StepCounts) -> None:
-        """Read parameters, masters and states. No gradient may wait, and no parameter may be in use.
+        """Read parameters, masters, and states if asked to. No gradient may wait, and no parameter may be in use.
 
         Raises:
             CheckpointError: something is damaged.
@@ -317,7 +324,7 @@ class Restorer:
         for unit in self._units:
             here = [self._streams(unit, position) for position in range(len(unit.slots))]
             if any(here):
-                (whole if all(here) else partial).append(unit)
+                (whole if all(here) and self._with_states else partial).append(unit)
         widths = {column.label: ITEMSIZES[column.dtype] for columns in self._columns for column in columns}
         lanes = {label: self._stretches(source, [*whole, *partial], label) for label in sorted(widths)}
         with Reader(lanes, staging, widths) as reader:
@@ -361,7 +368,7 @@ class Restorer:
         value = found.pop(MASTER, parameter)
         wide = value if unit.trainable else parameter
         tensors.scatter_parameters(manager, {where: wide}, keep_masters=False)
-        if not unit.trainable or (not self._states.names and unit.dtype == "float32"):
+        if not self._with_states or not unit.trainable or (not self._states.names and unit.dtype == "float32"):
             return
         shape = unit.slots[where[1]].shape
         states: dict[str, Any] = {"step": self._updates(fit)}

@@ -52,6 +52,16 @@ class Facts:
     samples: int | None = None
     client_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def taken(self) -> int | None:
+        """Steps that were not skipped; None where nothing says."""
+        return None if self.global_step is None else max(self.global_step - self.skipped_steps, 0)
+
+    def run(self, taken: int) -> dict[str, Any]:
+        """Return how far the run has come with so many steps, as an optimizer's state dict has it."""
+        scale = {} if self.loss_scale is None else {"loss_scale": dict(self.loss_scale)}
+        return {"step": taken, "skipped_steps": self.skipped_steps, **scale}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:

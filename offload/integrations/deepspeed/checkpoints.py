@@ -30,11 +30,11 @@ class Loads(Protocol):
 
     optimizer: OffloadOptimizer | None
 
-    def resume_from(self, directory: Path, tag: str | None, *, strict: bool) -> Any:
-        """Load a checkpoint of the project; return its client state."""
+    def resume_from(self, directory: Path, *, strict: bool, states: bool) -> Any:
+        """Load a checkpoint of the project, with the optimizer's `states` or without; return its client state."""
 
-    def import_checkpoint(self, path: str | Path, *, strict: bool = True) -> Facts:
-        """Load another program's checkpoint."""
+    def import_from(self, path: Path, *, strict: bool, states: bool) -> Facts:
+        """Load another program's checkpoint, likewise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def load_run(
         directory: of the checkpoints, or the folder of one.
         tag: None: the latest.
         strict: names have to be the same.
-        module_only: steps, groups and random numbers stay as they are.
-        states: load the optimizer's states and groups, too; else they begin anew.
+        module_only: steps, optimizer and random numbers stay as they are.
+        states: load the optimizer's states and groups, too; else states begin anew, unless `module_only`.
         drop: forgets gradients that wait for a step.
 
     Returns:
@@ -94,22 +94,25 @@ def load_run(
         logger.warning("load_checkpoint %s: no file %r there, so nothing was loaded; pass a tag", directory, LATEST)
         return None
     before, drawn = run.state_dict(), drawn_so_far()
-    groups = [] if engine.optimizer is None else [_options(group) for group in engine.optimizer.param_groups]
     if is_zero(path):
-        facts = engine.import_checkpoint(path, strict=strict)
+        facts = engine.import_from(path, strict=strict, states=states)
+        if not states and facts.taken is not None:
+            run.load_state_dict(facts.run(facts.taken))
         loaded = Loaded(path, dict(facts.client_state), facts.scheduler, facts.samples)
     else:
-        saved = engine.resume_from(path, None, strict=strict)
+        saved = engine.resume_from(path, strict=strict, states=states)
         if isinstance(saved, Mapping) and _MARK in saved:
             own = saved[_MARK]
             loaded = Loaded(path, dict(saved["client_state"]), own["schedule"], own["samples"])
         else:
             loaded = Loaded(path, saved, None, None)
-    if not states and engine.optimizer is not None:
+    if not states:
         drop()
-        _begin_anew(engine.optimizer, groups, before if module_only else run.state_dict())
     if module_only:
+        run.load_state_dict(before)
         set_drawn(drawn)
+    elif not states and engine.optimizer is not None:
+        _begin_anew(engine.optimizer, run.state_dict())
     return loaded
 
 
@@ -128,15 +131,11 @@ def _find(directory: Path, tag: str | None) -> Path | None:
     return Folder(directory).find(tag)
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def _begin_anew(optimizer: OffloadOptimizer, groups: list[dict[str, Any]], run: Mapping[str, Any]) -> None:
-    """Let an optimizer have no states, and groups with these options."""
+def _begin_anew(optimizer: OffloadOptimizer, run: Mapping[str, Any]) -> None:
+    """Let an optimizer have no states, and the groups that it has."""
     numbered, first = [], 0
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
+    for group in optimizer.param_groups:
         last = first + len(group["params"])
-        numbered.append({**options, "params": list(range(first, last))})
+        numbered.append({**group, "params": list(range(first, last))})
         first = last
     optimizer.load_state_dict({"state": {}, "param_groups": numbered, "run": run})

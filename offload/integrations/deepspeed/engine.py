@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import weakref
@@ -19,8 +20,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from offload.checkpoint.foreign.found import Facts
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError, did_you_mean
+from offload.importing import import_checkpoint
 from offload.integrations.deepspeed.checkpoints import load_run, save_run
 from offload.integrations.deepspeed.config import Translation
 from offload.integrations.deepspeed.data import make_loader
@@ -50,7 +53,8 @@ REFUSED = {
     "float": "leave bf16 and fp16 out of the configuration",
     "double": "parameters are float32, bfloat16 or float16; leave the call out",
 }
-_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+_engines: weakref.WeakValueDictionary[int, DeepSpeedEngine] = weakref.WeakValueDictionary()  # by when they were made
+_numbers = itertools.count()
 
 
 class MissingError(StateError, AttributeError):
@@ -104,7 +108,7 @@ class DeepSpeedEngine(Engine):
         except BaseException:
             self.close()
             raise
-        _engines.add(self)
+        _engines[next(_numbers)] = self
 
     def _refuse_left_out(self) -> None:
         """Refuse gradients that no param group has: norm and clipping count them, and DeepSpeed's do not.
@@ -482,9 +486,10 @@ class DeepSpeedEngine(Engine):
             load_dir: of the checkpoints.
             tag: None: what ``latest`` names.
             load_module_strict: refuse what is missing or left over.
-            load_optimizer_states: False begins them anew.
+            load_optimizer_states: False begins them anew, whatever optimizer has saved.
             load_lr_scheduler_states: False leaves the schedule as it is.
-            load_module_only: weights alone; steps, optimizer, schedule and random numbers stay, gradients are dropped.
+            load_module_only: weights alone, whatever optimizer has saved; steps, optimizer, schedule and random numbers
+                stay, gradients are dropped.
             custom_load_fn: has to be None.
 
         Returns:
@@ -515,9 +520,16 @@ class DeepSpeedEngine(Engine):
                 self.lr_scheduler.load_state_dict(loaded.schedule)
         return str(loaded.path), loaded.client_state
 
-    def resume_from(self, directory: Path, tag: str | None, *, strict: bool) -> Any:
-        """Load a checkpoint of the project as :meth:`offload.Engine.load_checkpoint` does; returns its client state."""
-        return super().load_checkpoint(directory, tag=tag, strict=strict)
+    def resume_from(self, directory: Path, *, strict: bool, states: bool) -> Any:
+        """Load a checkpoint of the project as :meth:`offload.Engine.load_checkpoint` does; returns its client state.
+
+        Without `states`, the optimizer stays as it is, whatever it was saved with.
+        """
+        return self._checkpoints.load(directory, tag=None, strict=strict, states=states)
+
+    def import_from(self, path: Path, *, strict: bool, states: bool) -> Facts:
+        """Load another program's checkpoint as :meth:`offload.Engine.import_checkpoint` does, `states` as above."""
+        return import_checkpoint(path, self.module, self._parts, self._life, strict=strict, states=states)
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -553,4 +565,19 @@ class DeepSpeedEngine(Engine):
 
 def engine_of(parameter: object) -> DeepSpeedEngine | None:
     """Return the open engine that has a parameter."""
-    return next((engine for engine in _engines if engine.has(parameter)), None)
+    return next((engine for engine in _engines.values() if engine.has(parameter)), None)
+
+
+def meet(where: str) -> None:
+    """Wait for all processes in each engine with slices of parameters: others may still need those of this one.
+
+    Args:
+        where: the same in all processes; for errors.
+
+    Raises:
+        RanksError, StateError: see :meth:`offload.Engine.wait_for_ranks`.
+    """
+    for _, engine in sorted(_engines.items()):
+        life = engine._life
+        if not (life.closed or life.asleep) and engine.plan.request.slices_parameters:
+            engine.wait_for_ranks(where)

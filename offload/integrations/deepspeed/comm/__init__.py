@@ -1,7 +1,8 @@
 """``deepspeed.comm``: collectives. Of several processes they are torch's, which have the same arguments in one order.
 
-In one process they give what it has, whether a process group was made or not: reductions and broadcasts leave tensors
-as they are, and gathers copy. Next: :mod:`offload.integrations.deepspeed`.
+Engines with slices of parameters meet before those of all processes: one that evaluates may be inside of a forward, and
+need the others. In one process, collectives give what it has, whether a process group was made or not: reductions and
+broadcasts leave tensors as they are, and gathers copy. Next: :mod:`offload.integrations.deepspeed`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 
 from offload.errors import ConfigError, StateError
+from offload.integrations.deepspeed.engine import meet
 from offload.integrations.deepspeed.refusals import missing
 from offload.integrations.libraries import launched
 
@@ -133,6 +135,19 @@ def _or_torch(call: Call) -> Call:
     return chosen  # type: ignore[return-value]
 
 
+def _collective(call: Call) -> Call:
+    """Let several processes have torch's function of the same name, behind a meeting of all if all call it."""
+    chosen, signature = _or_torch(call), inspect.signature(call)
+
+    @functools.wraps(call)
+    def met(*args: Any, **kwargs: Any) -> Any:
+        if are_several() and signature.bind(*args, **kwargs).arguments.get("group") in (None, _distributed.group.WORLD):
+            meet(f"deepspeed.comm.{call.__name__}")
+        return chosen(*args, **kwargs)
+
+    return met  # type: ignore[return-value]
+
+
 # --- who there is -----------------------------------------------------------------------------------------------------
 
 
@@ -232,13 +247,13 @@ def _copied(target: torch.Tensor, source: torch.Tensor, is_async: bool) -> Done 
     return _done(is_async)
 
 
-@_or_torch
+@_collective
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Done | None:
     """Do nothing: nobody is waited for."""
     return _done(async_op)
 
 
-@_or_torch
+@_collective
 def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
     """Do nothing: nobody is waited for."""
 
@@ -247,13 +262,13 @@ def log_summary(show_straggler: bool = False) -> None:
     """Do nothing: nothing was sent."""
 
 
-@_or_torch
+@_collective
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done | None:
     """Leave the tensor, which is the sum, the mean and the maximum over one process."""
     return _done(async_op)
 
 
-@_or_torch
+@_collective
 def reduce(
     tensor: torch.Tensor, dst: int = 0, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -262,20 +277,20 @@ def reduce(
     return _done(async_op)
 
 
-@_or_torch
+@_collective
 def broadcast(tensor: torch.Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Done | None:
     """Leave the tensor, which is rank 0's."""
     _root(src)
     return _done(async_op)
 
 
-@_or_torch
+@_collective
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
     """Leave the objects, which are rank 0's."""
     _root(src)
 
 
-@_or_torch
+@_collective
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -283,7 +298,7 @@ def all_gather(
     return _copied(tensor_list[0], tensor, async_op)
 
 
-@_or_torch
+@_collective
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -291,13 +306,13 @@ def all_gather_into_tensor(
     return _copied(output_tensor, tensor, async_op)
 
 
-@_or_torch
+@_collective
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """Put the object into a list of one."""
     object_list[0] = obj
 
 
-@_or_torch
+@_collective
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -310,7 +325,7 @@ def gather(
     return _done(async_op) if gather_list is None else _copied(gather_list[0], tensor, async_op)
 
 
-@_or_torch
+@_collective
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
@@ -323,7 +338,7 @@ def scatter(
     return _done(async_op) if scatter_list is None else _copied(tensor, scatter_list[0], async_op)
 
 
-@_or_torch
+@_collective
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
@@ -335,7 +350,7 @@ def reduce_scatter(
     return _copied(output, input_list[0], async_op)
 
 
-@_or_torch
+@_collective
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -343,7 +358,7 @@ def reduce_scatter_tensor(
     return _copied(output_tensor, tensor, async_op)
 
 
-@_or_torch
+@_collective
 def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,
