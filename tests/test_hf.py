@@ -493,6 +493,44 @@ def test_a_class_that_makes_its_own_optimizer(tmp_path: Path) -> None:
         assert_close(logged(ours).losses, logged(plain).losses, 1e-4)
 
 
+def test_a_class_that_makes_an_optimizer_at_each_call(tmp_path: Path) -> None:
+    """Each call trains with the one that was made for it, as the trainer does without an engine."""
+
+    class Anew:
+        model: Any
+        optimizer: Any = None
+
+        def create_optimizer(self) -> Any:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
+            return self.optimizer
+
+    class Plain(Anew, hf.Trainer):
+        pass
+
+    class Ours(Anew, OffloadTrainer):
+        pass
+
+    module, args = model(), arguments(tmp_path, max_steps=2)
+    plain = Plain(model=model(), args=args, train_dataset=rows())
+    ours = Ours(model=module, args=args, train_dataset=rows(), offload=placed(nvme, module, tmp_path))
+    found: list[list[float]] = []
+    for trainer in (plain, ours):
+        losses = [trainer.evaluate(rows(4))["eval_loss"]]
+        for _ in range(2):
+            trainer.train()
+            losses += [*logged(trainer).losses, trainer.evaluate(rows(4))["eval_loss"]]
+        found.append(losses)
+    first = ours.engine
+    ours.engine.close()
+    ours.optimizer = mine = torch.optim.AdamW(module.parameters(), lr=LR)
+    ours.evaluate(rows(4))  # with an engine that only evaluates, for that one was closed by hand
+    assert ours.optimizer is mine
+    ours.train()
+    with ours.engine as engine:
+        assert engine is not first and engine.stats().step == 2
+    assert_close(found[1], found[0], 1e-4)
+
+
 def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:
     door = DOORS["DPO"]
     options = {"max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}

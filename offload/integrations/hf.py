@@ -143,13 +143,20 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     def _forget_closed(self) -> None:
         """Make another engine next, of the same optimizer, if the user has closed the one that was there."""
         if self.engine is not None and is_closed(self.engine):
-            if self.engine.optimizer is not None and self.engine.module is self.model:
+            if self.engine.optimizer is not None and self.engine.module is self.model and not self._has_another():
                 self.optimizer = self._given_optimizer
             self._leave()
 
+    def _has_another(self) -> bool:
+        """Tell whether the optimizer is not the engine's: a `create_optimizer` may make one at each call."""
+        own: Any = None if self.engine is None else self.engine.optimizer
+        return self.optimizer is not None and own not in (self.optimizer, getattr(self.optimizer, "optimizer", None))
+
     def _close_of_other(self) -> None:
-        """Close an engine of another model, which model_init has made, or one that had nothing to train."""
-        if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
+        """Close an engine of another model, which model_init has made, or of another optimizer, or of none."""
+        if self.engine is None:
+            return
+        if self.engine.module is not self.model or self.engine.optimizer is None or self._has_another():
             self.engine.close(restore=self.engine.module is self.model or self.engine.reference is not None)
             self._leave()
 
