@@ -124,8 +124,8 @@ class EngineRuns:
             tag: which; None: the latest.
             strict: refuse what is missing or left over, of parameters, buffers and extra states, and what would lose
                 bits. False loads what both have: other optimizers' states begin anew, groups of another class stay as
-                they are, and other dtypes of parameters and states are converted. A warning names groups, buffers and
-                extra states that stay as they are.
+                they are, and other dtypes of parameters and states are converted. Warnings name parameters, groups,
+                buffers and extra states that stay as they are.
 
         Returns:
             What was saved as ``client_state``; an empty dict where nothing was.

@@ -237,6 +237,15 @@ def test_another_model(saved: Path) -> None:
             engine.load_checkpoint(saved)
         with pytest.warns(UserWarning, match="param groups stay as they are"):
             engine.load_checkpoint(saved, strict=False)
+    text = "parameters stay as they are where checkpoint step-.* differs: it lacks more.weight, more.bias; has also odd"
+    with Engine(Other(), None, device="cpu") as engine, pytest.warns(UserWarning, match=text) as told:
+        engine.load_checkpoint(saved, strict=False)
+    assert {each.filename for each in told if "parameters stay" in str(each.message)} == {__file__}
+    wrapped = nn.ModuleDict({"model": net(torch.bfloat16)})  # all names have a prefix: nothing would be loaded
+    with Engine(wrapped, None, device="cpu") as engine:
+        for strict in (True, False):
+            with pytest.raises(CheckpointError, match=r"another model: it lacks model\..* that it was saved from$"):
+                engine.load_checkpoint(saved, strict=strict)
     model = net(torch.bfloat16)
     model.blocks[1] = nn.Linear(WIDTH, 2 * WIDTH, dtype=torch.bfloat16)
     with Engine(model, AdamW(), **everything_on_device()) as engine:

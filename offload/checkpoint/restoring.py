@@ -8,6 +8,7 @@ parameter at a time, and comes in as a loaded state does. Owns what fits and wha
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,8 @@ class Restorer:
             states: read the optimizer's states, too; else they stay as they are, as gradients do, whatever was saved.
 
         Raises:
-            CheckpointError: it is another model's, another optimizer's, or would lose bits.
+            CheckpointError: it is another model's, another optimizer's, or would lose bits. If not `strict`: nothing of
+                it fits.
         """
         self._manager = manager
         self._units = without_reference(manager.units)
@@ -227,11 +229,16 @@ class Restorer:
                 "model that it was saved from"
             )
         names = differences(list(self._places), list(found))
-        if names and self._strict:
+        some = found.keys() & self._places.keys()
+        if names and (self._strict or not some):
+            parts = ", or pass strict=False to load what both have" if some else ""
             raise CheckpointError(
                 f"checkpoint {self._index.tag}: is of another model: it {names}; load it into the model that it was "
-                "saved from, or pass strict=False to load what both have"
+                f"saved from{parts}"
             )
+        if names:
+            stay = f"load_checkpoint: parameters stay as they are where checkpoint {self._index.tag} differs"
+            warnings.warn(f"{stay}: it {names}", stacklevel=6)
 
     def _fit(self, unit: Unit, slot: Slot) -> _Fit:
         name, columns = slot.name, self._columns[unit.index]
