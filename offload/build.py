@@ -60,7 +60,7 @@ from offload.planning.choosing import AUTO, RECOMPUTE
 from offload.planning.partition import UnitTree, WithReference
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
-from offload.request import request_of, unit_bytes_of, units_of, updates_on
+from offload.request import request_of, unit_bytes_of, units_of, updates_on, with_tiles
 from offload.shards.commits import Record
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
@@ -190,9 +190,10 @@ def build(
     unit_bytes = _unit_bytes(config, limits[Tier.DEVICE], run)
     unit_bytes = several.agree_on_options(ranks, config, optimizer, unit_bytes, stage, device)
     tree = units_of(everything, config, rule, unit_bytes, ranks=ranks.world, slices_frozen=stage in (3, "auto"))
+    tiled = model if weights is None and ranks.world == 1 else None
     refuse_taken(model, tree)
     binding = Binding(tree, place)
-    make = functools.partial(_plan, everything, config, rule, tree, limits, device, run, ranks)
+    make = functools.partial(_plan, everything, config, rule, tree, limits, device, run, ranks, tiled)
     plan = several.agree_on_plan(ranks, tree, make, stage, device)
     life = calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
@@ -334,18 +335,22 @@ def _plan(
     device: Device,
     run: RunFiles | None,
     ranks: Ranks,
+    tiled: nn.Module | None,
     stage: int,
 ) -> Plan:
+    """Return the plan; if there is none, the error names tiles of the layers of `tiled` with which there would be."""
     facts = None if run is None else run.facts
     there = ranks.world == 1 and updates_on(device, rule, config, tree)
 
-    def request(budgets: Mapping[Tier, int]) -> Request:
+    def request(budgets: Mapping[Tier, int], *, again: bool = False) -> Request:
         kept = ranks.world > 1 or budgets[Tier.DEVICE] == limits[Tier.DEVICE]  # all ranks have the same units
         asked = request_of(
             model,
             config,
             rule,
-            tree if kept else units_of(model, config, rule, _unit_bytes(config, budgets[Tier.DEVICE], run)),
+            tree
+            if kept and not again
+            else units_of(model, config, rule, _unit_bytes(config, budgets[Tier.DEVICE], run)),
             budgets,
             device_is_host=device.addressable,
             updates_on_device=there,
@@ -366,6 +371,8 @@ def _plan(
             )
     except BudgetError as error:
         if facts is None:
+            if tiled is not None:
+                raise with_tiles(error, tiled, lambda: request(limits, again=True)) from None
             raise
         text = f"{error}; the run in {run.path if run else ''} keeps its units and chunks"
         raise BudgetError(text, budgets=error.budgets) from error

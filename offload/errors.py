@@ -44,12 +44,13 @@ class BudgetError(OffloadError, MemoryError):
     Attributes:
         budgets: of a plan that is refused, the budgets that would do: bytes by the names that ``max_memory`` has. Those
             that stay as they are, are left out. Empty for other refusals.
+        larger_than: of such a plan, the largest one for :func:`offload.ops.tile_` that would do instead, if there is.
     """
 
-    def __init__(self, *text: str, budgets: Mapping[str, int] | None = None) -> None:
+    def __init__(self, *text: str, budgets: Mapping[str, int] | None = None, larger_than: int | None = None) -> None:
         """Make an error with the text."""
         super().__init__(*text)
-        self.budgets = dict(budgets or {})
+        self.budgets, self.larger_than = dict(budgets or {}), larger_than
 
 
 class StateError(OffloadError):

@@ -44,7 +44,7 @@ from offload.planning.timing import Timing, timing_of
 from offload.planning.work import Work, is_ids
 from offload.rehearsing import Case, Rehearsals
 from offload.remedies import Change, remedies_of
-from offload.request import request_of, unit_bytes_of, units_of, updates_on
+from offload.request import request_of, unit_bytes_of, units_of, updates_on, with_tiles
 from offload.several import refuse_options, stage_alone
 from offload.sizes import Share, format_bytes, parse_bytes
 from offload.spec import OptimizerSpec
@@ -159,7 +159,7 @@ def plan(
     with ready_meanwhile(module, cast):
         logger.info("placing parameters, gradients and states")
         planner = functools.partial(_planned, here=here, ranks=ranks, stage=stage)
-        found, tree = planner(module, asked, rule, _budgets(asked, machine, ranks))
+        found, tree = planner(module, asked, rule, _budgets(asked, machine, ranks), tiles=ranks == 1)
         if batch is None:
             return Forecast(found, machine, None, None, None, {})
         logger.info("running a micro-batch on shapes alone")
@@ -357,7 +357,9 @@ def _planned(
     here: bool,
     ranks: int,
     stage: int | str,
+    tiles: bool = False,
 ) -> tuple[Plan, UnitTree]:
+    """Return the plan and its units; with `tiles`, an error names those with which there would be a plan."""
     sliced = stage in (3, "auto")
 
     def cut(device_bytes: int) -> UnitTree:
@@ -372,12 +374,17 @@ def _planned(
         options: dict[str, Any] = {"device_is_host": host, "updates_on_device": there}
         options |= {"world_size": ranks, "stage": chosen}
 
-        def request(with_budgets: Mapping[Tier, int]) -> Request:
+        def request(with_budgets: Mapping[Tier, int], *, again: bool = False) -> Request:
             device_bytes = with_budgets[Tier.DEVICE]
-            cut_so = tree if device_bytes == budgets[Tier.DEVICE] else cut(device_bytes)
+            cut_so = tree if device_bytes == budgets[Tier.DEVICE] and not again else cut(device_bytes)
             return request_of(module, asked, rule, cut_so, with_budgets, **options)
 
-        return make_plan(request(budgets), request)
+        try:
+            return make_plan(request(budgets), request)
+        except BudgetError as error:
+            if tiles:
+                raise with_tiles(error, module, lambda: request(budgets, again=True)) from None
+            raise
 
     if ranks > 1 and stage == "auto":
         stage = stage_alone(make, device_is_host=host)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import nn
 
 import offload
 from offload import ops
+from offload.activations import tiling
+from offload.activations.tiling import MOST_TILES
+from offload.cli.main import main
 from offload.errors import BudgetError, ConfigError
 from offload.planning.partition import find_units
 
@@ -238,9 +243,18 @@ def steps(model: nn.Module, **options: Any) -> Any:
 def test_a_layer_larger_than_the_device_trains_in_tiles(tmp_path: Path) -> None:
     """The engine names the remedy, and with it the bits are those of the tiled model where everything has room."""
     options = small_device(tmp_path, 96 << 10)
-    with pytest.raises(BudgetError, match=r"a large nn.Linear can be tiled: offload.ops.tile_\(model, larger_than"):
-        steps(Wide(), **options)
     model = Wide()
+    before = dict(model.named_modules())
+    with pytest.raises(BudgetError, match=r"or tile large layers before: offload.ops.tile_\(model, larger_t") as caught:
+        steps(model, **options)
+    named = caught.value.larger_than
+    assert named is not None and f"tile_(model, larger_than={named}) does with these budgets" in str(caught.value)
+    assert dict(model.named_modules()) == before and list(model._modules) == ["first", "large", "last"]
+    for larger_than in (named, named + LARGE_BYTES // MOST_TILES):
+        tiled = Wide()
+        ops.tile_(tiled, larger_than=larger_than)
+        with contextlib.nullcontext() if larger_than == named else pytest.raises(BudgetError):
+            offload.Engine(tiled, offload.AdamW(), **options).close()
     assert ops.tile_(model, larger_than="16KiB") == ["large"]
     ours, truth = steps(copy.deepcopy(model), **options), steps(copy.deepcopy(model), **everything_on_device())
     assert_equal(ours, truth)
@@ -250,6 +264,77 @@ def test_a_layer_larger_than_the_device_trains_in_tiles(tmp_path: Path) -> None:
     for mine, other in zip(ours.losses, whole.losses, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
     assert torch.allclose(ops.join_tiles(model, ours.parameters)["large.weight"], whole.parameters["large.weight"])
+
+
+def test_a_plan_that_tiles_make_possible_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=4096, tie_word_embeddings=False, dtype="bfloat16")
+    memory = {"device": "1MiB", "cpu": "64MiB"}  # the embedding and the head have 512 KiB each
+    with pytest.raises(BudgetError, match="larger_than") as caught:
+        offload.plan(config, hardware="desktop", max_memory=memory)
+    named = caught.value.larger_than
+    assert named is not None and 64 * 256 * 2 < named < 512 << 10
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert ops.tile_(model, larger_than=named) == ["lm_head"]
+    assert offload.plan(model, hardware="desktop", max_memory=memory).fits
+    config.save_pretrained(tmp_path)
+    call = ["plan", "--model", str(tmp_path), "--hardware", "desktop", "--device", "1MiB", "--cpu", "64MiB", "--json"]
+    assert main(call) == 1
+    assert json.loads(capsys.readouterr().out)["larger_than"] == named
+
+
+def test_a_tied_head_stays_whole_and_the_layers_below_are_tiled() -> None:
+    """As the guide says: it is the embedding, which is in one piece."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=4096, tie_word_embeddings=True, dtype="bfloat16")
+    memory = {"device": "1MiB", "cpu": "64MiB"}  # three of 512 KiB each do not fit
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(BudgetError) as caught:
+        offload.plan(model, hardware="desktop", max_memory=memory)
+    assert caught.value.larger_than is None and "tile_" not in str(caught.value)
+    with pytest.raises(ConfigError, match="lm_head has 512.00 KiB, but it shares a parameter with model.embed_tokens"):
+        ops.tile_(model, larger_than="64KiB")
+    assert len(ops.tile_(model.model, larger_than="64KiB")) == 6
+    assert offload.plan(model, hardware="desktop", max_memory=memory).fits
+
+
+def test_the_largest_tiles_that_do_are_found() -> None:
+    model = nn.ModuleDict({"a": layer(64, 640, bias=False), "b": layer(64, 64), "c": nn.Embedding(8, 8)})
+    model["b"].weight.requires_grad_(False)
+    before, seen = dict(model.named_modules()), list[bool]()
+
+    def does() -> bool:
+        sizes = [p.nbytes for p in model.parameters()]
+        seen.append(isinstance(model["b"], ops.TiledLinear))
+        if seen[-1]:
+            assert {t.weight.requires_grad for t in model["b"].tiles} == {False} and model["b"].tiles[
+                0
+            ].bias.requires_grad
+        return max(sizes) <= 7000
+
+    found = tiling.largest_tiles(model, does)
+    assert found is not None and 7000 - 64 * 640 * 4 // MOST_TILES**2 <= found - 1 < 7000 + 256, "rows have 256 bytes"
+    assert any(seen) and dict(model.named_modules()) == before
+    assert tiling.largest_tiles(model, lambda: False) is None
+    assert tiling.largest_tiles(nn.Embedding(8, 8), lambda: True) is None, "there is no layer to be tiled"
+    model["b"].register_forward_hook(print)
+    assert tiling.largest_tiles(model, does) is None, "tile_ would refuse it"
+    assert dict(model.named_modules()) == before
+
+
+def test_tiles_of_a_small_part_of_a_model_are_units_if_it_is_too_large() -> None:
+    """Blocks of a model of 80 are not split further, but for tiles."""
+    block = nn.Sequential(nn.Linear(128, 128, bias=False, device="meta"), nn.Linear(128, 128, device="meta"))
+    model = nn.ModuleList(copy.deepcopy(block) for _ in range(80))
+    assert len(find_units(model, max_unit_bytes=32 << 10).units) == 80
+    ops.tile_(model, larger_than=32 << 10)
+    units = find_units(model, max_unit_bytes=32 << 10).units
+    assert len(units) == 80 * 2 * 2 and max(slot.numel for unit in units for slot in unit.slots) == 64 * 128
+    assert len(find_units(model, max_unit_bytes=1 << 20).units) == 80
 
 
 def test_an_engine_loads_state_dicts_of_whole_layers(tmp_path: Path) -> None:

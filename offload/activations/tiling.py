@@ -6,8 +6,9 @@ Next: :mod:`offload.planning.partition` makes units of tiles.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from offload.torch_private import no_subclasses
 
 class Tile(nn.Linear):
     """A part of a larger layer, initialised as that is."""
+
+    comes_apart = True  # as :mod:`offload.planning.partition` asks
 
     def __init__(self, columns: int, rows: int, bias: bool, dtype: torch.dtype | None, *, of_features: int) -> None:
         """Make one on the meta device, of a layer with inputs of `of_features`."""
@@ -240,6 +243,7 @@ class TiledLinear(nn.Module):
 
 
 _LINEARS = (nn.Linear, Tile)
+MOST_TILES = 64  # of the largest layer, where somebody looks for how many do
 
 
 def tile_(model: nn.Module, *, larger_than: int | str) -> list[str]:
@@ -261,22 +265,95 @@ def tile_(model: nn.Module, *, larger_than: int | str) -> list[str]:
     limit = parse_bytes(larger_than, subject="tile_: larger_than")
     if not isinstance(limit, int) or limit < 1:
         raise ConfigError(f"tile_: expected larger_than to be a number of bytes >= 1 but got {larger_than!r}")
-    places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
+    if isinstance(model, nn.Linear) and type(model) in _LINEARS and model.weight.nbytes > limit:
+        raise ConfigError("tile_: expected a model that has layers but got one; make offload.ops.TiledLinear of it")
+    places = _places_of(model, limit)
+    _refuse(model, {layer: found[0][2] for layer, found in places.items()})
+    for layer, found in places.items():
+        ins, outs = _splits(layer, limit)
+        _put(TiledLinear(layer, in_splits=ins, out_splits=outs), found)
+    return [path for found in places.values() for _, _, path in found]
+
+
+def largest_tiles(model: nn.Module, does: Callable[[], bool]) -> int | None:
+    """Return the largest `larger_than` of :func:`tile_` with which something does; None if none was found.
+
+    Args:
+        model: in which tiles without values stand while `does` is called; then it is what it was.
+        does: tells whether what is looked for does with the model as it is then.
+    """
+    layers = _places_of(model, 0)
+    with contextlib.suppress(ConfigError), _instead(layers, lambda layer: nn.Identity()):  # there may be nothing else
+        if not does():
+            return None
+
+    def holds(limit: int) -> bool:
+        places = _places_of(model, limit)
+        try:
+            _refuse(model, {layer: found[0][2] for layer, found in places.items()})
+            with _instead(places, lambda layer: _like(layer, limit)):
+                return does()
+        except ConfigError:  # a layer so large cannot be tiled
+            return False
+
+    largest = max((layer.weight.nbytes for layer in layers), default=0)
+    low, high = largest // 2, largest
+    while low and not holds(low):
+        low, high = low // 2 if low * MOST_TILES > largest else 0, low
+    if not low:
+        return None
+    while high - low > largest // (MOST_TILES * MOST_TILES) + 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+Places = list[tuple[nn.Module, str, str]]  # where a layer is: its parent, its name there, and its path
+
+
+def _places_of(model: nn.Module, limit: int) -> dict[nn.Linear, Places]:
+    """Return the layers with larger weights, and where each is."""
+    places: dict[nn.Linear, Places] = {}
     for path, parent in model.named_modules():
         for name, child in parent._modules.items():
             if isinstance(child, nn.Linear) and type(child) in _LINEARS and child.weight.nbytes > limit:
                 places.setdefault(child, []).append((parent, name, f"{path}.{name}" if path else name))
-    if isinstance(model, nn.Linear) and type(model) in _LINEARS and model.weight.nbytes > limit:
-        raise ConfigError("tile_: expected a model that has layers but got one; make offload.ops.TiledLinear of it")
-    _refuse(model, {layer: found[0][2] for layer, found in places.items()})
-    for layer, found in places.items():
-        row_bytes = layer.in_features * layer.weight.itemsize
-        in_splits = min(math.ceil(row_bytes / limit), layer.in_features)
-        tile_rows = max(limit // (math.ceil(layer.in_features / in_splits) * layer.weight.itemsize), 1)
-        made = TiledLinear(layer, in_splits=in_splits, out_splits=math.ceil(layer.out_features / tile_rows))
-        for parent, name, _ in found:
-            setattr(parent, name, made)
-    return [path for found in places.values() for _, _, path in found]
+    return places
+
+
+def _splits(layer: nn.Linear, limit: int) -> tuple[int, int]:
+    """Return in how many parts inputs and outputs of a layer are split for tiles of `limit` bytes at most."""
+    row_bytes = layer.in_features * layer.weight.itemsize
+    in_splits = min(math.ceil(row_bytes / limit), layer.in_features)
+    tile_rows = max(limit // (math.ceil(layer.in_features / in_splits) * layer.weight.itemsize), 1)
+    return in_splits, math.ceil(layer.out_features / tile_rows)
+
+
+def _put(layer: nn.Module, places: Places) -> None:
+    for parent, name, _ in places:
+        setattr(parent, name, layer)
+
+
+def _like(layer: nn.Linear, limit: int) -> TiledLinear:
+    """Return tiles of `limit` bytes at most, as of a layer but without its values."""
+    shape, (ins, outs) = (layer.in_features, layer.out_features), _splits(layer, limit)
+    like: dict[str, Any] = {"bias": layer.bias is not None, "device": "meta", "dtype": layer.weight.dtype}
+    made = TiledLinear(shape, in_splits=ins, out_splits=outs, **like)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(getattr(layer, name.rpartition(".")[2]).requires_grad)
+    return made
+
+
+@contextlib.contextmanager
+def _instead(places: Mapping[nn.Linear, Places], make: Callable[[nn.Linear], nn.Module]) -> Iterator[None]:
+    """Let what `make` makes of each layer stand in its places in the ``with`` block."""
+    try:
+        for layer, found in places.items():
+            _put(make(layer), found)
+        yield
+    finally:
+        for layer, found in places.items():
+            _put(layer, found)
 
 
 def join_tiles(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

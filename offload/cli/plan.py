@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.json:
             said: dict[str, Any] = {"fits": None, "error": in_options(str(error), vars(arguments))}
             if isinstance(error, BudgetError):  # else nobody knows what a wrong call asks for
-                said |= {"fits": False, "budgets": error.budgets}
+                said |= {"fits": False, "budgets": error.budgets, "larger_than": error.larger_than}
             print(json.dumps(said, indent=1))
         raise
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else in_options(str(found), vars(arguments)))

@@ -20,7 +20,7 @@ from offload.torch_private import no_subclasses
 from offload.wrappers import Shell, inner_tensors, is_wrapper, leaves, take_apart
 
 REFERENCE = "(reference)"  # before the names of a reference model's modules; no attribute is called so
-SMALL_SHARE = 64  # modules below 1/64 of the model are not split further
+SMALL_SHARE = 64  # modules below 1/64 of the model are not split further, unless they are made to come apart
 LOOSE_SHARE = 8  # modules that are not elements of a list are split above 1/8 of the model
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -243,6 +243,7 @@ class _Groups:
             limit = min(limit, self._total_bytes // LOOSE_SHARE)
         whole = size <= limit and not any(map(_is_list, module.modules()))
         small = size * SMALL_SHARE <= self._total_bytes
+        small &= size <= self._max_unit_bytes or not any(map(_comes_apart, module.modules()))
         self._close(module, path, recurse=whole or small)
         if not (whole or small):
             for name, child in module.named_children():
@@ -295,6 +296,11 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 def _is_list(module: nn.Module) -> bool:
     containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
     return isinstance(module, containers) and next(module.parameters(), None) is not None
+
+
+def _comes_apart(module: nn.Module) -> bool:
+    """Tell whether a module is a part that shall be a unit of its own."""
+    return getattr(type(module), "comes_apart", False) is True
 
 
 def _stored_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -77,6 +77,15 @@ def make_plan(request: Request, asks: Asks | None = None) -> Plan:
     return by_time(first.request, first)
 
 
+def is_possible(request: Request) -> bool:
+    """Tell whether there is a plan, without the search for budgets that would do."""
+    try:
+        _by_roles(request)
+    except TooSmall:
+        return False
+    return True
+
+
 def _by_roles(request: Request) -> Plan:
     """Return the plan that goes by roles; if no unit's states have room on the device, the one without kernels there.
 
@@ -333,7 +342,6 @@ def _refusal(request: Request, short: TooSmall, asks: Asks | None) -> BudgetErro
         )
     if short.tier is not Tier.NVME and request.commit is None:
         text += ", or offload more of it: see nvme_path, offload_param and offload_optimizer"
-    text += f"; {short.remedy}" if short.remedy else ""
     enough = {tier.value: budgets[tier] for tier in raised}
     return BudgetError(f"{short.tier.value} budget: {text}", budgets=enough)
 

@@ -36,13 +36,12 @@ ENOUGH_BYTES = 1 << 60
 
 
 class TooSmall(Exception):
-    """A budget is too small for `what`; `remedy` is one beside the others."""
+    """A budget is too small for `what`."""
 
-    def __init__(self, tier: Tier, what: str, remedy: str = "") -> None:
+    def __init__(self, tier: Tier, what: str) -> None:
         super().__init__(what)
         self.tier = tier
         self.what = what
-        self.remedy = remedy
 
 
 @dataclasses.dataclass(slots=True)
@@ -114,8 +113,9 @@ def together(request: Request, room: int, widest: Sequence[Unit], activations: i
     if largest > room:
         what = "largest units" if len(widest) <= WORKING_UNITS else "units that are in use at once"
         names = ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in widest)
-        text = f"the {len(widest)} {what} ({names}) and {format_bytes(activations)} of activations"
-        raise TooSmall(Tier.DEVICE, text, "a large nn.Linear can be tiled: offload.ops.tile_(model, larger_than=...)")
+        raise TooSmall(
+            Tier.DEVICE, f"the {len(widest)} {what} ({names}) and {format_bytes(activations)} of activations"
+        )
     return largest
 
 
