@@ -133,7 +133,7 @@ WAITS_OF_UPDATES: dict[str, tuple[str, str, str, str]] = {
         f"{MEMORY}.ordering", "Ordering.note_stream", "stream.wait_stream(self._alone)", "pass"
     ),
     "updates are alone": (
-        f"{SHARDS}.device_updates", "DeviceUpdates.make", "with self._tiers.mover.alone():", "if True:"
+        f"{SHARDS}.device_updates", "DeviceUpdates.make", "with mover.alone():", "if True:"
     ),
     "a gradient that is added is alone": (
         f"{SHARDS}.gradients", "Gradients._keep", "with self._mover.alone():", "if True:"
