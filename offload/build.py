@@ -371,9 +371,7 @@ def _plan(
             )
     except BudgetError as error:
         if facts is None:
-            if tiled is not None:
-                raise with_tiles(error, tiled, lambda: request(limits, again=True)) from None
-            raise
+            raise with_tiles(error, tiled, lambda: request(limits, again=True)) from None
         text = f"{error}; the run in {run.path if run else ''} keeps its units and chunks"
         raise BudgetError(text, budgets=error.budgets) from error
     return plan

@@ -88,8 +88,17 @@ class Forecast:
         return found
 
     @property
+    def updates_as_kernel(self) -> str | None:
+        """The optimizer's class whose updates were not measured, and count as a kernel's; None where there is none."""
+        own, work = self.plan.request.own, self.work
+        return None if own is None or work is None or work.measured_s is not None else own.name
+
+    @property
     def least(self) -> tuple[str, float] | None:
-        """Of several ranks, the lane that takes longest, and its seconds: a step takes no less. Else None."""
+        """Of several ranks, the lane that takes longest of a micro-batch with its update, and its seconds. Else None.
+
+        A step takes no less.
+        """
         if not self.lanes or self.work is None or self.hardware is None:
             return None
         return max(least_of(self.plan, self.work, self.hardware).items(), key=lambda lane: lane[1])
@@ -115,10 +124,10 @@ class Forecast:
             ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device, ``peak_bytes``
             per tier, and of :class:`.Work` ``assumed``, ``unmeasured`` and ``too_large``. With a machine, too:
             ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per lane, ``bytes``
-            per lane, ``early_units`` that are updated during backward, and ``savings``; if steps clip, ``clipping``
-            with the attributes of :class:`Clipping`; and if budgets are more than the machine has, what it has as
-            ``beyond_machine``. Of several ranks, there are ``hardware`` and ``lanes`` instead, and of :attr:`least`
-            ``binding`` and ``bound_s``.
+            per lane, ``early_units`` that are updated during backward, ``savings``, and ``updates_as_kernel``; if steps
+            clip, ``clipping`` with the attributes of :class:`Clipping`; and if budgets are more than the machine has,
+            what it has as ``beyond_machine``. Of several ranks, there are ``hardware`` and ``lanes`` instead, and of
+            :attr:`least` ``binding`` and ``bound_s``.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
@@ -140,6 +149,7 @@ class Forecast:
                 "bytes": dataclasses.asdict(self.timing.moved),
                 "early_units": self.timing.early_units,
                 "savings": dict(self.savings),
+                "updates_as_kernel": self.updates_as_kernel,
             }
         if self.least is not None and self.hardware is not None:
             found |= {"hardware": self.hardware.name, "lanes": dict(self.lanes)}
@@ -192,9 +202,8 @@ class Forecast:
             yield f"  {span.name}: {lanes}"
         fill_s = timing.fill_s if timing.fill_s > timing.bound_s * 1e-9 else 0.0  # sums of many numbers
         yield f"  bound {figures(timing.bound_s)} s, fill {figures(fill_s)} s"
-        own = self.plan.request.own
-        if own is not None and self.work is not None and self.work.measured_s is None:
-            yield f"  updates are counted as a kernel's; those of {own.name} may take ten times as long"
+        if self.updates_as_kernel is not None:
+            yield f"  updates are counted as a kernel's; those of {self.updates_as_kernel} may take ten times as long"
         for what, seconds in self.savings.items():
             yield f"  with {what}: {figures(seconds)} s"
         if self.clipping is not None:

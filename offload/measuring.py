@@ -15,6 +15,7 @@ import itertools
 import logging
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -342,7 +343,13 @@ def _median_s(run: Callable[[], Any], device: Device) -> float:
         (seconds if own else disturbed).append(took / many)
         if sum(disturbed) * many > _DISTURBED_S:
             break
-    return statistics.median(seconds) if seconds else min(disturbed)
+    if not seconds:
+        warnings.warn(
+            "measuring: other processes have the processors, so seconds of this machine are too long; end them, and "
+            "measure again",
+            stacklevel=2,
+        )
+    return statistics.median(seconds or [min(disturbed)])
 
 
 def _product_rate(device: Device, dtype: torch.dtype) -> float:

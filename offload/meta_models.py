@@ -163,7 +163,7 @@ def positions_of(model: Any) -> int | None:
     Of one that sees images, too, it is not known: the table may be of the images.
     """
     most = getattr(model.config, "max_position_embeddings", None)
-    if most is None:
+    if most is None or not getattr(model.config, "position_biased_input", True):  # DeBERTa may have distances alone
         return None
     words = model.get_input_embeddings()
     for module in model.modules():

@@ -359,7 +359,7 @@ def _planned(
     stage: int | str,
     tiles: bool = False,
 ) -> tuple[Plan, UnitTree]:
-    """Return the plan and its units; with `tiles`, an error names those with which there would be a plan."""
+    """Return the plan and its units; with `tiles`, an error names the size with which there would be a plan."""
     sliced = stage in (3, "auto")
 
     def cut(device_bytes: int) -> UnitTree:
@@ -382,9 +382,7 @@ def _planned(
         try:
             return make_plan(request(budgets), request)
         except BudgetError as error:
-            if tiles:
-                raise with_tiles(error, module, lambda: request(budgets, again=True)) from None
-            raise
+            raise with_tiles(error, module if tiles else None, lambda: request(budgets, again=True)) from None
 
     if ranks > 1 and stage == "auto":
         stage = stage_alone(make, device_is_host=host)

@@ -147,19 +147,20 @@ def request_of(
     )
 
 
-def with_tiles(error: BudgetError, model: nn.Module, request: Callable[[], Request]) -> BudgetError:
-    """Return a refusal of a plan that names the tiles with which there would be one, if a smaller layer would do.
+def with_tiles(error: BudgetError, model: nn.Module | None, request: Callable[[], Request]) -> BudgetError:
+    """Return a refusal of a plan that names the tiles with which there would be one, or tells that nobody knows.
 
     Args:
         error: says what does not fit.
-        model: whose layers may be in tiles.
+        model: whose layers may be in tiles; None: nobody looks for a size.
         request: returns what the planner is asked, with the units that the model has then.
     """
-    size = None
-    if Tier.DEVICE.value in error.budgets:
-        size = largest_tiles(model, lambda: is_possible(request()))
-    if size is None:
+    if Tier.DEVICE.value not in error.budgets:
         return error
+    size = None if model is None else largest_tiles(model, lambda: is_possible(request()))
+    if size is None:
+        text = f"{error}; if an nn.Linear is the largest layer, offload.ops.tile_(model, larger_than=...) may do, too"
+        return BudgetError(text, budgets=error.budgets)
     text = f"{error}; or tile large layers before: offload.ops.tile_(model, larger_than={size}) does with these budgets"
     return BudgetError(text, budgets=error.budgets, larger_than=size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -132,7 +133,9 @@ def test_a_call_that_waits_for_a_processor_does_not_count(
         patch.setattr(measuring, "queued_s", lambda: queued[0])
         patch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         patch.setattr(measuring, "_MOST", 3)
-        assert measuring._median_s(call, open_device("cpu")) == pytest.approx(expected / 1e3)
+        busy = pytest.warns(UserWarning, match="other processes have the processors")
+        with busy if min(waited for _, waited in calls[:50]) else contextlib.nullcontext():
+            assert measuring._median_s(call, open_device("cpu")) == pytest.approx(expected / 1e3)
 
 
 def test_threads_that_end_and_kernels_that_do_not_tell_have_not_queued(tmp_path: Path) -> None:

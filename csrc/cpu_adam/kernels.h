@@ -49,8 +49,8 @@ inline constexpr int kModes = 2;
 inline constexpr int kStates = 2;
 inline constexpr int kConstants = 9;
 
-// One optimizer step over flat arrays. The constants are the rule's, rounded once from double. A
-// one_minus_beta is -beta instead where beta < 0.5 (-0 for 0), and then m = beta * m + (1 - beta) * g:
+// One optimizer step over flat arrays. The constants are the rule's, rounded once from double. Of
+// m, a one_minus_beta is -beta instead where beta < 0.5 (-0 for 0), and then m = beta * m + (1 - beta) * g:
 //   kAdam: grad_scale, l2, decay, one_minus_beta1, beta2, one_minus_beta2, eps, neg_step, inv_sqrt_bc2
 //     g  = grad * grad_scale                      (l2 != 0: g += l2 * p)
 //     m += one_minus_beta1 * (g - m)

@@ -389,7 +389,7 @@ def _processor(facts: Facts) -> Verdicts:
 
 
 def _measured(facts: Facts) -> Verdicts:
-    if not facts.operators_measured:
+    if not facts.operators_measured and not facts.rates_measured:
         return _ok("not yet; offload plan --hardware here does it")
     text = f"{facts.operators_measured} operators; offload plan --hardware here --measure-again does it anew"
     return _ok(text) + [verdict for line in facts.rates_measured for verdict in _ok(line)]

@@ -37,7 +37,7 @@ class AdamW(OptimizerSpec):
     ::
 
         m += (1 - beta1) * (g - m)
-        v += (1 - beta2) * (g * g - v)
+        v = beta2 * v + (1 - beta2) * g * g
         p = p * (1 - lr * weight_decay) - lr / bc1 * (m / (sqrt(v) / sqrt(bc2) + eps))
 
     Attributes:

@@ -77,7 +77,8 @@ class Timing:
     Attributes:
         spans: the parts of a step, one behind the other.
         fill_s: in which the busiest lane waits for others.
-        moved: bytes: where the device is the CPU and the drive keeps up, those that ``engine.stats()`` counts.
+        moved: bytes. Where the device is the CPU, the drive keeps up, and the working region has the size of the plan,
+            those of links and drive are what ``engine.stats()`` counts.
         early_units: that are updated during backward.
     """
 
