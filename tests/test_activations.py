@@ -211,6 +211,33 @@ def test_the_region_grows_when_what_samples_see_is_less_for_long() -> None:
     assert bench.region.size_bytes == 1000 * MIB - 500 * MIB - 500 * MIB // 16
 
 
+def test_a_micro_batch_that_is_refused_says_nothing_of_smaller_ones() -> None:
+    """As where somebody searches for a batch size."""
+    bench, margin = Bench(), 100 * MIB // 16
+    bench.activations.open_pass()
+    bench.meter.spike(900 * MIB + TOLERANCE_BYTES + MIB)
+    with pytest.raises(BudgetError):
+        bench.activations.close_pass()
+    for _ in range(2):
+        bench.run(spike=100 * MIB)
+    assert bench.region.size_bytes == 600 * MIB < 1000 * MIB - 100 * MIB - margin, "as large as the plan made it"
+
+
+def test_no_more_is_left_room_for_than_a_pass_has_taken() -> None:
+    """The same peak was seen by a sample in one pass, and between two of them in another one."""
+    bench = Bench()
+    for seen in (100, 650):
+        bench.activations.open_pass()
+        bench.meter.resident += seen * MIB
+        bench.activations.sample()
+        bench.meter.spike((700 - seen) * MIB)
+        bench.meter.resident -= seen * MIB
+        bench.activations.close_pass()
+    bench.region.make_room(100 * MIB)  # which it gets back
+    bench.run(spike=0)
+    assert bench.region.size_bytes == 1000 * MIB - 700 * MIB - 700 * MIB // 16
+
+
 def test_the_region_shrinks_when_a_micro_batch_needs_more() -> None:
     bench = Bench()
     bench.run(spike=300 * MIB)

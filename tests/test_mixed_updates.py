@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from test_host_updates import make, seen_in
 
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
+from offload.memory.transfer import CopyDeadlineError
 from offload.shards.forward_updates import ForwardUpdates
 from swap import Fault, FaultTarget, SwapDeadlineError
 
@@ -71,8 +72,10 @@ def test_a_read_that_fails_or_is_late_behind_a_step_is_met_by_whoever_needs_it(
 ) -> None:
     """Somebody views parameters, so the step updates them, and before it units whose states must be read."""
 
-    def miss_deadline(*_: object) -> None:
-        raise SwapDeadlineError("a drive that stalls")
+    late = {"drive is late": SwapDeadlineError("it stalls"), "copy is late": CopyDeadlineError("it goes on")}
+
+    def miss_deadline(how: str) -> NoReturn:
+        raise late[how]
 
     def run(how: str, **where: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         with Engine(make(), AdamW(lr=1e-2), **where) as engine:
@@ -85,8 +88,8 @@ def test_a_read_that_fails_or_is_late_behind_a_step_is_met_by_whoever_needs_it(
                         engine.drain()
                         if how == "fails":
                             store.inject(Fault(nth=1, target=FaultTarget.READS))
-                        if how == "is late":
-                            patch.setattr(ForwardUpdates, "_wait", miss_deadline)
+                        if how in late:
+                            patch.setattr(ForwardUpdates, "_wait", lambda *_: miss_deadline(how))
                     engine.step()
                     if store is not None:
                         assert engine.stats().step == number + 1, "it is taken: the micro-batch is not run again"
@@ -94,7 +97,7 @@ def test_a_read_that_fails_or_is_late_behind_a_step_is_met_by_whoever_needs_it(
             return everything(engine), view.clone()
 
     truth = run("works", **everything_on_device())
-    for how in ("works", "fails", "is late"):
+    for how in ("works", "fails", *late):
         ours = run(how, **mixed(("cpu", "nvme"), tmp_path))
         assert_same_tensors(ours[0], truth[0])
         assert torch.equal(ours[1], truth[1])

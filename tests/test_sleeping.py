@@ -19,7 +19,7 @@ from offload import BudgetError, Engine, StateError
 from offload import sleeping as sleeping_module
 from offload.interrupt import Deferral
 from offload.life import Life
-from offload.memory.arena import HostArena
+from offload.memory.arena import Buffer, HostArena
 from offload.memory.budget import Tier
 from offload.sleeping import PIECE_BYTES, Sleeping
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapStore
@@ -283,3 +283,28 @@ def test_memory_of_a_piece_that_never_came_outlives_the_sleep(monkeypatch: pytes
             raise TimeoutError
         sleeping.close()
         assert len(kept) == held and not sleeping._left
+
+
+def is_resident(buffer: Buffer) -> bool:
+    """Tell whether all pages of a buffer of host memory are."""
+    pages = (ctypes.c_ubyte * (-(-(buffer.address % mmap.PAGESIZE + buffer.size_bytes) // mmap.PAGESIZE)))()
+    begin = ctypes.c_void_p(buffer.address - buffer.address % mmap.PAGESIZE)
+    if ctypes.CDLL(None, use_errno=True).mincore(begin, ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages):
+        raise OSError(ctypes.get_errno(), "mincore")
+    return all(page & 1 for page in pages)
+
+
+def test_what_is_measured_as_activations_is_as_resident_awake_as_it_was_before(tmp_path: Path) -> None:
+    """Staging, homes of gradients and room for a second version have no content that waking brings in."""
+    run = Run(placed("device and host", tmp_path, "swap"))
+    with run.engine as engine:
+        run.train(range(1))
+        tiers = engine._manager.tiers
+        spare = [shard.spare_buffer for shard in tiers.copies if shard.spare_buffer is not None]
+        homes = [shard.home_buffer for shard in tiers.copies if shard.home_buffer is not None]
+        buffers = [buffer for buffer in (*tiers.staging, *homes, *spare) if buffer.tier is Tier.HOST]
+        before = [is_resident(buffer) for buffer in buffers]
+        engine.sleep(host=True)
+        assert any(before) and not any(map(is_resident, buffers))
+        engine.wake()
+        assert [is_resident(buffer) for buffer in buffers] == before

@@ -117,6 +117,14 @@ def test_time_while_the_process_is_stopped_does_not_count(timeout_s: float, cloc
     assert sum(worker.asked_s) <= timeout_s + transfer.PART_S
 
 
+def test_whoever_asks_without_waiting_waits_for_what_has_a_deadline_of_its_own_and_does_not_spin(clock: Clock) -> None:
+    waiting = iter([True, True, False])
+    worker = Worker(clock, None)
+    with pytest.raises(OffloadError):
+        FutureTransfer(worker, "copy", is_waiting=lambda: next(waiting)).wait(0.0)
+    assert worker.asked_s == [0.0, transfer.PART_S, transfer.PART_S]
+
+
 def test_time_begins_again_while_a_worker_waits_for_what_has_a_deadline_of_its_own(clock: Clock) -> None:
     waiting = iter([True, True, False])
     with pytest.raises(OffloadError):

@@ -210,7 +210,8 @@ class Activations:
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
         self._seen_bytes = 0  # the same, by samples alone
-        self._unseen_bytes = 0  # the most by which the former was above the latter, in any pass
+        self._unseen_bytes = 0  # the most by which the former was above the latter, in any pass that had room
+        self._most_bytes = 0  # the most that was measured in one of these
         self._early_bytes: int | None = None  # the same, before any gradient was on its way to the host; None: not yet
         self._calm_bytes = 0  # the same, when nothing was under way the last time
         self._spike_bytes = 0  # the most above that moment, in this pass
@@ -382,8 +383,8 @@ class Activations:
         self.sample()
         self._note_high_water()
         peak, early, leaving = self._peak_bytes, self._early_bytes or 0, self._region.leaving_bytes
-        self._unseen_bytes = max(self._unseen_bytes, peak - self._seen_bytes)
-        likely = self._seen_bytes + self._unseen_bytes  # a peak that is no record is not seen, and may be there again
+        unseen = max(self._unseen_bytes, peak - self._seen_bytes)
+        likely = self._seen_bytes + unseen  # a peak that is no record is not seen, and may be there again
         if peak > self.room_bytes + leaving:
             leaving -= self._region.make_room(leaving)  # so that what stays can be told from them
             self._meter.trim()
@@ -397,12 +398,13 @@ class Activations:
             excess -= self._shrink(excess)
         room = self.room_bytes + leaving
         excess = self._let_others_take_less(excess, peak, early, room)
+        self._unseen_bytes, self._most_bytes = unseen, max(self._most_bytes, peak)
         if self._tight is None:
             self._tight = peak * HOLES_FACTOR + MARGIN_BYTES > self.room_bytes + leaving
             if not self._tight:
                 return  # the next pass tells what it takes with holes
         self._tight = self._tight or excess > 0
-        self._peaks.append(likely)
+        self._peaks.append(min(likely, self._most_bytes))
         spare = self.room_bytes + leaving - with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)

@@ -28,6 +28,10 @@ PART_S = 1.0  # of a wait for a worker, and what it has at least when the proces
 STOPPED_S = 0.5  # by which a part took longer than asked: the process was stopped
 
 
+class CopyDeadlineError(OffloadError):
+    """A copy by a worker has not ended in its time; it goes on."""
+
+
 class LeftToWhoNeedsIt:
     """Lets what fails in a ``with`` block be met by whoever needs the bytes: nothing that was asked for has failed.
 
@@ -72,7 +76,7 @@ class Transfer(Protocol):
 
         Raises:
             swap.SwapError: an I/O error, or the deadline passed.
-            OffloadError: a copy did not end within `timeout_s` seconds.
+            CopyDeadlineError: a copy did not end within `timeout_s` seconds.
         """
 
 
@@ -156,11 +160,11 @@ class FutureTransfer:
             if left_s > 0:
                 continue
             if not self._is_waiting():
-                raise OffloadError(
+                raise CopyDeadlineError(
                     f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
                     "raise io_deadline_s if the machine is just slow"
                 )
-            left_s = timeout_s
+            left_s = timeout_s or PART_S  # whoever asks without waiting waits here, for that deadline
 
 
 class Brought(FutureTransfer):

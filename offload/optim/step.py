@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.config import Config
 from offload.errors import NonFiniteError, StateError
-from offload.memory.transfer import LeftToWhoNeedsIt
+from offload.memory.transfer import CopyDeadlineError, LeftToWhoNeedsIt
 from offload.optim.progress import Progress
 from offload.optim.recipe import Recipe, StepCounts, trainable_units
 from offload.optim.rules import Rule
@@ -268,7 +268,7 @@ class Step:
                 manager.prefetch(uses=1)  # while nothing is updated, so that everything can be moved
                 manager.forward.read_ahead()
                 manager.prefetch()
-        except SwapDeadlineError as error:  # whoever needs the bytes waits again
+        except (SwapDeadlineError, CopyDeadlineError) as error:  # whoever needs the bytes waits again
             logger.warning("step: %s", str(error))
         if manager.forward.failure is not None:  # nobody can meet later what has lost a part of the step
             raise manager.forward.failure

@@ -121,17 +121,12 @@ class Copies:
                 if size == 0 or home is None:
                     continue
                 shard = self._table[unit.index, role] = Shard(unit, role, home, size)
-                if home is not Tier.NVME and not (
-                    role is Role.GRAD and plan.on_device(unit)
-                ):  # which torch's memory has
+                in_torch = role is Role.GRAD and plan.on_device(unit)  # whose memory has it
+                if home is not Tier.NVME and not in_torch:
                     shard.home_buffer = arenas[home].take(plan.room_bytes(unit, role))
-                    if (
-                        role is not Role.PARAM and arenas[home].addressable
-                    ):  # room for fp32 gradients stays untouched until it is needed
-                        touch(shard.home_buffer, size)
                 if unit.index in plan.spare_units and role is not Role.GRAD and home is not Tier.NVME:
                     shard.spare_buffer = arenas[Tier.HOST].take(size)
-                    touch(shard.spare_buffer)
+        self.touch_empty(arenas)
         self.params = [self._table[unit.index, Role.PARAM] for unit in plan.request.units]
         rooms = ((Role.PARAM, Tier.DEVICE, plan.working_bytes), (Role.GRAD, Tier.HOST, plan.grad_pool_bytes))
         self.regions = {role: Region(arenas[tier].take(size)) for role, tier, size in rooms if size}
@@ -342,6 +337,18 @@ class Copies:
         state = advance(shard, Event.EVICT)
         self.leave(shard)
         shard.state = state
+
+    def touch_empty(self, arenas: Mapping[Tier, Arena]) -> None:
+        """Bring the pages of homes without content and of spare memory in, as far as they are in `arenas`.
+
+        Those of parameters come with their content, room for fp32 gradients when it is needed.
+        """
+        for shard in self:
+            arena, is_empty = arenas.get(shard.home), shard.state is State.EMPTY and shard.role is not Role.PARAM
+            if shard.home_buffer is not None and is_empty and arena is not None and arena.addressable:
+                touch(shard.home_buffer, shard.size_bytes)
+            if shard.spare_buffer is not None and Tier.HOST in arenas:
+                touch(shard.spare_buffer)
 
     def move_homes(self, tier: Tier, by_bytes: int) -> None:
         """Note that the memory of a tier is elsewhere, and that no working copies are in it."""

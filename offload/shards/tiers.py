@@ -121,8 +121,7 @@ class Tiers:
             self._kept_sizes: dict[tuple[int, int], int] = {}  # of ranges, in all roles but GRAD
             self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
             self.activations = host.take(plan.request.host_activation_bytes)
-            for buffer in (*self.staging, self.activations):
-                touch(buffer)
+            self._touch_buffers()
             self.bound = BoundUnits(self.units, arena, binder)
             self.working = WorkingSet(
                 plan.request,
@@ -305,6 +304,10 @@ class Tiers:
             claim.resize(0)
         self.device.trim()
 
+    def _touch_buffers(self) -> None:
+        for buffer in (*self.staging, self.activations):
+            touch(buffer)
+
     def take_again(self, tiers: Iterable[Tier]) -> None:
         """Have the memory of `tiers` again, with any content.
 
@@ -335,8 +338,9 @@ class Tiers:
         for region in self.copies.regions.values():  # what is resident is measured: it shall not grow later
             if region.whole.tier in taken and (self.device.addressable or region.whole.tier is Tier.HOST):
                 touch(region.whole)
+        self.copies.touch_empty({tier: self._arenas[tier] for tier in taken})
         if Tier.HOST in taken:
-            touch(self.activations)
+            self._touch_buffers()
         self.device.synchronize()  # work of the memory's last owner may be queued
 
     def _take_gradients_again(self, there: GradientsOnDevice, moved: int, limit_bytes: int) -> None:
