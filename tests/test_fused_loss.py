@@ -131,6 +131,24 @@ def test_an_address_outside_of_forwards_brings_nothing(tmp_path: Path) -> None:
         assert engine.stats().links["nvme_read"].bytes == read
 
 
+class Counted(nn.Sequential):
+    """Tells parameters apart by their addresses, in its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len({parameter.data_ptr() for parameter in self.parameters()})
+        found: torch.Tensor = super().forward(x)
+        return found
+
+
+def test_addresses_of_more_than_the_device_has_room_for_are_refused_by_name(tmp_path: Path) -> None:
+    model = Counted(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+    with offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
+        with pytest.raises(
+            offload.BudgetError, match=r"parameter .*: data_ptr in a forward keeps it .*id\(parameter\) tells"
+        ):
+            engine(torch.ones(2, WIDTH))
+
+
 def test_chunked_losses_go_with_no_other() -> None:
     """Put on behind such a forward they are refused; put on before it, that forward does not ask for them."""
     model = patched(by_address=False)

@@ -165,11 +165,19 @@ class OutsideAccess:
         """Lend the parameter to the forward under way, so that its address is that of its bytes until that ends.
 
         Raises:
+            BudgetError: the device has no room for it beside what the forward has lent so far.
             StateError: a backward pass wants it, and the bytes are elsewhere.
         """
         indices = self._binding.units_of([parameter])
         if self.in_forward():
-            self._uses.lend(indices)
+            try:
+                self._uses.lend(indices)
+            except BudgetError as error:
+                raise BudgetError(
+                    f"parameter {self.describe(parameter)}: data_ptr in a forward keeps it on the device until that "
+                    f"ends; id(parameter) tells parameters apart without that: {error}",
+                    budgets=error.budgets,
+                ) from error
         elif in_backward() and not all(map(self._binding.is_bound, indices)):
             raise StateError(
                 f"parameter {self.describe(parameter)}: data_ptr in a backward pass expected memory that stays where "
