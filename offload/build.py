@@ -20,6 +20,7 @@ from offload.activations.away import Away
 from offload.activations.leaving import LeavingActivations
 from offload.activations.ledger import Activations
 from offload.activations.rss import open_rss
+from offload.activations.tiling import with_tiles
 from offload.checkpoint.dict_memory import DictMemory
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
@@ -59,8 +60,8 @@ from offload.planning.asked import Request
 from offload.planning.choosing import AUTO, RECOMPUTE
 from offload.planning.partition import UnitTree, WithReference
 from offload.planning.plan import Plan
-from offload.planning.planner import make_plan
-from offload.request import request_of, unit_bytes_of, units_of, updates_on, with_tiles
+from offload.planning.planner import is_possible, make_plan
+from offload.request import request_of, unit_bytes_of, units_of, updates_on
 from offload.shards.commits import Record
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
@@ -371,7 +372,7 @@ def _plan(
             )
     except BudgetError as error:
         if facts is None:
-            raise with_tiles(error, tiled, lambda: request(limits, again=True)) from None
+            raise with_tiles(error, tiled, lambda: is_possible(request(limits, again=True))) from None
         text = f"{error}; the run in {run.path if run else ''} keeps its units and chunks"
         raise BudgetError(text, budgets=error.budgets) from error
     return plan

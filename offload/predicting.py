@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from offload.activations.ledger import with_margin
+from offload.activations.tiling import with_tiles
 from offload.classes import is_a
 from offload.config import Config, tier_named, values_of
 from offload.errors import BudgetError, ConfigError
@@ -38,13 +39,13 @@ from offload.planning.choosing import AUTO, KEEP, choose
 from offload.planning.hardware import Hardware
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
-from offload.planning.planner import make_plan
+from offload.planning.planner import is_possible, make_plan
 from offload.planning.shared import lanes_of
 from offload.planning.timing import Timing, timing_of
 from offload.planning.work import Work, is_ids
 from offload.rehearsing import Case, Rehearsals
 from offload.remedies import Change, remedies_of
-from offload.request import request_of, unit_bytes_of, units_of, updates_on, with_tiles
+from offload.request import request_of, unit_bytes_of, units_of, updates_on
 from offload.several import refuse_options, stage_alone
 from offload.sizes import Share, format_bytes, parse_bytes
 from offload.spec import OptimizerSpec
@@ -382,7 +383,8 @@ def _planned(
         try:
             return make_plan(request(budgets), request)
         except BudgetError as error:
-            raise with_tiles(error, module if tiles else None, lambda: request(budgets, again=True)) from None
+            tiled = module if tiles else None
+            raise with_tiles(error, tiled, lambda: is_possible(request(budgets, again=True))) from None
 
     if ranks > 1 and stage == "auto":
         stage = stage_alone(make, device_is_host=host)

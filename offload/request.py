@@ -1,19 +1,17 @@
 """What the planner is asked, for a model, an optimizer and options: with a device, or without one.
 
-Owns how options become a request, and the search for tiles with which there is a plan. Next: :mod:`offload.build` makes
-an engine of the plan, :mod:`offload.predicting` tells what a step would take.
+Owns how options become a request. Next: :mod:`offload.build` makes an engine of the plan, :mod:`offload.predicting`
+tells what a step would take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from offload.activations.tiling import largest_tiles
 from offload.config import Config
-from offload.errors import BudgetError
 from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
 from offload.memory.device import Device
@@ -21,7 +19,6 @@ from offload.memory.device_kernels import have_kernels
 from offload.optim.rules import Rule
 from offload.planning.asked import WORKING_UNITS, Commit, Request
 from offload.planning.partition import UnitTree, find_units
-from offload.planning.planner import is_possible
 from offload.planning.roles import ADAM_STATES
 from offload.sizes import whole_pages
 
@@ -145,24 +142,6 @@ def request_of(
         stage=stage,
         clips=config.max_grad_norm is not None,
     )
-
-
-def with_tiles(error: BudgetError, model: nn.Module | None, request: Callable[[], Request]) -> BudgetError:
-    """Return a refusal of a plan that names the tiles with which there would be one, or tells that nobody knows.
-
-    Args:
-        error: says what does not fit.
-        model: whose layers may be in tiles; None: nobody looks for a size.
-        request: returns what the planner is asked, with the units that the model has then.
-    """
-    if Tier.DEVICE.value not in error.budgets:
-        return error
-    size = None if model is None else largest_tiles(model, lambda: is_possible(request()))
-    if size is None:
-        text = f"{error}; if an nn.Linear is the largest layer, offload.ops.tile_(model, larger_than=...) may do, too"
-        return BudgetError(text, budgets=error.budgets)
-    text = f"{error}; or tile large layers before: offload.ops.tile_(model, larger_than={size}) does with these budgets"
-    return BudgetError(text, budgets=error.budgets, larger_than=size)
 
 
 def _activation_bytes(config: Config, budgets: Mapping[Tier, int]) -> tuple[int, int]:

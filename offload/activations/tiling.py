@@ -1,6 +1,7 @@
 """Linear layers in tiles, each of which is a module and so a unit: the device needs room for one tile at a time.
 
-Owns what a tile is, its arithmetic, and the way between the names of tiles and those of the layer they come from.
+Owns what a tile is, its arithmetic, the way between the names of tiles and those of the layer they come from, and the
+search for a size of tiles that does.
 Next: :mod:`offload.planning.partition` makes units of tiles.
 """
 
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError
+from offload.memory.budget import Tier
 from offload.sizes import format_bytes, parse_bytes
 from offload.torch_private import no_subclasses
 
@@ -306,6 +308,24 @@ def largest_tiles(model: nn.Module, does: Callable[[], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def with_tiles(error: BudgetError, model: nn.Module | None, does: Callable[[], bool]) -> BudgetError:
+    """Return a refusal of a plan that names the tiles with which there would be one, or tells that nobody knows.
+
+    Args:
+        error: says what does not fit.
+        model: whose layers may be in tiles; None: nobody looks for a size.
+        does: tells whether there is a plan for the model as it is then.
+    """
+    if Tier.DEVICE.value not in error.budgets:
+        return error
+    size = None if model is None else largest_tiles(model, does)
+    if size is None:
+        text = f"{error}; if an nn.Linear is the largest layer, offload.ops.tile_(model, larger_than=...) may do, too"
+        return BudgetError(text, budgets=error.budgets)
+    text = f"{error}; or tile large layers before: offload.ops.tile_(model, larger_than={size}) does with these budgets"
+    return BudgetError(text, budgets=error.budgets, larger_than=size)
 
 
 Places = list[tuple[nn.Module, str, str]]  # where a layer is: its parent, its name there, and its path
