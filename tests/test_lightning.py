@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from trainers import (
 
 from offload.errors import CheckpointError, ConfigError
 from offload.integrations import lightning as door_of_lightning
-from offload.integrations.lightning import OffloadStrategy
+from offload.integrations.lightning import FORMER, NEW, OffloadStrategy
 
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -350,10 +351,56 @@ def test_what_is_not_replaced_is_as_it_was(alone: bool, saver: Any, tmp_path: Pa
     assert [each.name for each in path.parent.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("nth", [0, 1, 2])
+def test_a_kill_while_something_is_replaced_loses_nothing(
+    alone: bool, nth: int, saver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, between and behind the two renames; the next save clears up."""
+    path = tmp_path / "kept" / "last.ckpt"
+    save(saver, path, not alone)
+    made: list[tuple[Any, Any]] = []
+
+    class Killed(BaseException):
+        """Nothing that is cleared up behind."""
+
+    def rename(old: Any, new: Any) -> None:
+        ours = str(old).endswith(NEW) or str(new).endswith(FORMER)
+        if ours and len(made) == nth:
+            raise Killed
+        real(old, new)
+        made.extend([(old, new)] * ours)
+
+    real = os.rename
+    with monkeypatch.context() as patch:
+        patch.setattr(door_of_lightning.os, "rename", rename)
+        patch.setattr(door_of_lightning, "_remove", lambda path: None)
+        with contextlib.nullcontext() if nth == 2 else pytest.raises(Killed):
+            saver.save_checkpoint(path, weights_only=alone)
+    left = {each.name.removeprefix("last.ckpt") for each in path.parent.iterdir()}
+    assert left == {0: {"", NEW}, 1: {NEW, FORMER}, 2: {"", FORMER}}[nth]
+    if nth != 1:
+        door_of_lightning.load_from_checkpoint(Saved, path)
+    for name in left - {""}:
+        door_of_lightning.load_from_checkpoint(Saved, f"{path}{name}")
+    if nth == 0:
+        save(saver, path, alone)
+        assert [each.name for each in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_thread_of_lightnings_has_written_before_a_folder_goes(saver: Any, tmp_path: Path) -> None:
+    path = tmp_path / "kept" / "last.ckpt"
+    before = save(saver, path, False)["first.weight"]
+    saver.strategy.checkpoint_io = AsyncCheckpointIO(FullAt(1))
+    with pytest.raises(OSError, match="No space left"):
+        saver.save_checkpoint(path, weights_only=True)
+    assert torch.equal(door_of_lightning.load_from_checkpoint(Saved, path).state_dict()["first.weight"], before)
+
+
 def test_a_folder_of_others_is_not_replaced(saver: Any, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").touch()
-    with pytest.raises(CheckpointError, match="there is no checkpoint|another folder is there"):
+    with pytest.raises(CheckpointError, match="another folder is there; save to another path"):
         saver.save_checkpoint(tmp_path / "mine", weights_only=True)
     saver.strategy.engine.save_checkpoint(tmp_path / "engine")
     with pytest.raises(CheckpointError, match="another folder is there; save to another path"):

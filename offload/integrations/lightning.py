@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 logger = logging.getLogger(__name__)
 
 FILE = "trainer.ckpt"  # what Lightning keeps, inside the folder of the engine's checkpoint
+NEW, FORMER = ".offload-new", ".offload-former"  # behind a path where a file replaces a folder, or a folder a file
 TIED = "offload_tied"  # there: the other names of tensors, of which the engine's checkpoint has the first ones
 CURRENT = "current_model_state"  # there: the weights, where Lightning's WeightAveraging has put means in their place
 
@@ -210,16 +211,47 @@ class _Offloading(_Strategy):  # type: ignore[misc]
         engine = self.engine if "optimizer_states" in checkpoint else None
         if engine is not None:
             _refuse_url(filepath)
-        is_other = _is_checkpoint if engine is None else os.path.isfile
-        with _put_aside(filepath) if self.is_global_zero and is_other(filepath) else contextlib.nullcontext():
+        in_way = os.path.isfile(filepath) if engine is not None else _is_checkpoint(filepath)
+        place = f"{os.fspath(filepath)}{NEW}" if in_way else filepath
+        with contextlib.ExitStack() as behind:
+            if in_way and self.is_global_zero:
+                _remove(place)  # of a save that was killed
+                behind.callback(_remove, place)  # of this one, if it fails
             if engine is not None:
-                self._save(engine, checkpoint, filepath, storage_options)
-                return
-            assert self.lightning_module is not None
-            if self.is_global_zero:  # others write nothing
-                checkpoint["state_dict"] = self.lightning_module.state_dict()
-                self.lightning_module.on_save_checkpoint(checkpoint)  # which has seen no weights before
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+                self._save(engine, checkpoint, place, storage_options)
+            else:
+                self._save_weights(checkpoint, place, storage_options, now=in_way)
+            if in_way and self.is_global_zero:
+                self._replace(place, filepath)
+
+    def _save_weights(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, *, now: bool) -> None:
+        """Save a file with the weights in the first process; with `now`, it is on the drive when this returns."""
+        if not self.is_global_zero:
+            return
+        assert self.lightning_module is not None
+        checkpoint["state_dict"] = self.lightning_module.state_dict()
+        self.lightning_module.on_save_checkpoint(checkpoint)  # which has seen no weights before
+        if now:
+            self._write(checkpoint, path, storage_options)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    def _replace(self, new: str, path: Any) -> None:
+        """Let a file take the place of a folder, or the other way round, and delete what was there."""
+        former = f"{os.fspath(path)}{FORMER}"
+        try:
+            _remove(former)
+            os.rename(path, former)
+            try:
+                os.rename(new, path)
+            except OSError:
+                os.rename(former, path)
+                raise
+        except OSError as error:
+            if self.engine is not None:
+                self.engine.wait_for_ranks("barrier", error)  # where Lightning has the others wait
+            raise
+        _remove(former)
 
     def _save(self, engine: _FittedEngine, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         """Save a folder with the engine's checkpoint."""
@@ -229,7 +261,7 @@ class _Offloading(_Strategy):  # type: ignore[misc]
         engine.save_with(filepath, lambda folder: self._write(checkpoint, folder / FILE, storage_options))
         super().remove_checkpoint(os.path.join(filepath, FILE))  # an earlier version's, whose checkpoint is replaced
 
-    def _write(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+    def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any) -> None:
         """Write what Lightning keeps; it is on the drive when this returns."""
         io = self.checkpoint_io
         if isinstance(io, AsyncCheckpointIO):  # would write when the folder has another name
@@ -513,29 +545,20 @@ def _is_checkpoint(path: Any) -> bool:
     """
     if "://" in str(path) or not os.path.isdir(path):
         return False
-    if not _find(path)[1].exists():
-        raise CheckpointError(
-            f"checkpoint {path}: expected a checkpoint that is replaced, or nothing of this name, but another folder "
-            "is there; save to another path, or move it away"
-        )
-    return True
+    with contextlib.suppress(CheckpointError):
+        if _find(path)[1].exists():
+            return True
+    raise CheckpointError(
+        f"checkpoint {path}: expected a checkpoint that is replaced, or nothing of this name, but another folder is "
+        "there; save to another path, or move it away"
+    )
 
 
-@contextlib.contextmanager
-def _put_aside(path: str | Path) -> Iterator[None]:
-    """Have nothing at a path in the block; what was there is deleted behind it, and comes back if it raises."""
-    folder, name = os.path.split(os.path.abspath(path))
-    aside = tempfile.mkdtemp(prefix=f"{name}.", dir=folder)
-    kept = os.path.join(aside, name)
-    os.rename(path, kept)
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)  # of a save that has failed
-        os.rename(kept, path)
-        os.rmdir(aside)
-        raise
-    shutil.rmtree(aside)
+def _remove(path: str | Path) -> None:
+    """Delete a file, or a folder with all that is in it; what cannot be deleted stays."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _as_file(folder: str | Path, kept: Mapping[str, Any]) -> dict[str, Any]:
