@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -266,6 +267,8 @@ def evaluate(rank: int, path: str) -> dict[str, Any]:
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": WORLD}
     config = {**CONFIG, **sizes, "zero_optimization": {"stage": 3, **homes("nvme", path)}}
     found: dict[str, Any] = {}
+    deepspeed.init_distributed()
+    everyone = torch.distributed.new_group()  # another object than that of all
     for type_ in ("AdamW", "Lion"):
         optimizer = {"type": type_, "params": {"lr": 1e-3}}
         engine = deepspeed.initialize(model=tower(), config={**config, "optimizer": optimizer}, **BUDGETS)[0]
@@ -282,9 +285,14 @@ def evaluate(rank: int, path: str) -> dict[str, Any]:
         if rank == 0:  # alone
             with torch.no_grad():
                 engine(batch(11, torch.float32)[:1])
-        deepspeed.comm.barrier()
+        deepspeed.comm.barrier(group=everyone)
         found[type_] = (total.item(), engine.global_steps, bits(engine.state_dict()))
-        engine.destroy()
+        if type_ == "AdamW":  # the next engine comes while some processes have this one still
+            del engine
+            gc.disable() if rank else gc.collect()
+        else:
+            gc.enable()
+            engine.destroy()
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import logging
 import os
@@ -571,13 +572,21 @@ def engine_of(parameter: object) -> DeepSpeedEngine | None:
 def meet(where: str) -> None:
     """Wait for all processes in each engine with slices of parameters: others may still need those of this one.
 
+    Of several engines, those that nobody has any more are forgotten first, in all processes alike.
+
     Args:
         where: the same in all processes; for errors.
 
     Raises:
         RanksError, StateError: see :meth:`offload.Engine.wait_for_ranks`.
     """
-    for _, engine in sorted(_engines.items()):
-        life = engine._life
-        if not (life.closed or life.asleep) and engine.plan.request.slices_parameters:
-            engine.wait_for_ranks(where)
+    if len(_sliced()) > 1:
+        gc.collect()  # one that was dropped is in cycles, and goes at other times in other processes
+    for engine in _sliced():
+        engine.wait_for_ranks(where)
+
+
+def _sliced() -> list[DeepSpeedEngine]:
+    """Return the engines with slices of parameters that are open and awake, in the order in which they were made."""
+    open_ones = (engine for _, engine in sorted(_engines.items()) if not (engine._life.closed or engine._life.asleep))
+    return [engine for engine in open_ones if engine.plan.request.slices_parameters]

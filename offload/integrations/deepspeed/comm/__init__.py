@@ -141,8 +141,10 @@ def _collective(call: Call) -> Call:
 
     @functools.wraps(call)
     def met(*args: Any, **kwargs: Any) -> Any:
-        if are_several() and signature.bind(*args, **kwargs).arguments.get("group") in (None, _distributed.group.WORLD):
-            meet(f"deepspeed.comm.{call.__name__}")
+        if are_several():
+            group = signature.bind(*args, **kwargs).arguments.get("group")
+            if _distributed.get_world_size(group) == _distributed.get_world_size():  # of all, whatever it is called
+                meet(f"deepspeed.comm.{call.__name__}")
         return chosen(*args, **kwargs)
 
     return met  # type: ignore[return-value]
