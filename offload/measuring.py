@@ -8,6 +8,7 @@ one. Next: :mod:`offload.predicting` makes seconds of a step of them.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -193,10 +194,8 @@ class Here:
         drive = dict.fromkeys(_DRIVE, _NONE)
         if paths:
             drive = self._value(f"drive {names}", lambda: _drive_rates(paths), _DRIVE)
-        beside = not self._device.addressable  # the host gives work; else its seconds are in those of operators
-        host = dict.fromkeys(_HOST_COSTS, 0.0)
-        if beside:
-            host = self._value("the host's part of a step", lambda: _host_costs(self._device), _HOST_COSTS)
+        beside = not self._device.addressable
+        host = self._value("the host's part of a step", lambda: _host_costs(self._device), _HOST_COSTS)
         self._keep()
         return Hardware(
             name="this machine",
@@ -266,20 +265,25 @@ def _in_words(name: str, part: str, value: float) -> str:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(call: Call, device: Device) -> float | None:
+def seconds_of(call: Call, device: Device, *, cold: bool = True) -> float | None:
     """Return the seconds of one operator on `device`; None where it does not run alone.
+
+    Args:
+        call: the operator, and what it is called with.
+        device: where.
+        cold: caches of a processor have something else, as behind the other operators of a step.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
     """
     try:
         if call.operator in (_ATTENTION, _ATTENTION_BACKWARD):
-            return _attention_s(call, device)
+            return _attention_s(call, device, cold=cold)
         operator = functools.reduce(getattr, call.operator.split("."), torch.ops)
         arguments = [_filled(value, device) for value in call.arguments]
         named = {name: device.place if name == "device" else _filled(value, device) for name, value in call.named}
         with torch.no_grad():
-            return _median_s(lambda: operator(*arguments, **named), device)  # type: ignore[operator]
+            return _median_s(lambda: operator(*arguments, **named), device, cold=cold)  # type: ignore[operator]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -287,7 +291,7 @@ def seconds_of(call: Call, device: Device) -> float | None:
         return None
 
 
-def _attention_s(call: Call, device: Device) -> float:
+def _attention_s(call: Call, device: Device, *, cold: bool) -> float:
     """Return the seconds of attention, by the kernel that torch takes here."""
     backward = call.operator == _ATTENTION_BACKWARD
     blanks = call.arguments[1:4] if backward else call.arguments[:3]
@@ -296,14 +300,14 @@ def _attention_s(call: Call, device: Device) -> float:
     attend = functools.partial(nn.functional.scaled_dot_product_attention, query, key, value, is_causal=causal)
     if not backward:
         with torch.no_grad():
-            return _median_s(attend, device)
+            return _median_s(attend, device, cold=cold)
     output, gradient = attend(), _filled(call.arguments[0], device)
 
     def go_back() -> None:
         torch.autograd.backward(output, gradient, retain_graph=True, inputs=(query, key, value))
         query.grad = key.grad = value.grad = None
 
-    return _median_s(go_back, device)
+    return _median_s(go_back, device, cold=cold)
 
 
 def _filled(value: Any, device: Device) -> Any:
@@ -318,15 +322,15 @@ def _filled(value: Any, device: Device) -> Any:
     return memory.as_strided(value.shape, value.strides)
 
 
-def _median_s(run: Callable[[], Any], device: Device) -> float:
+def _median_s(run: Callable[[], Any], device: Device, *, cold: bool = True) -> float:
     """Return the seconds of a call, the median of some, after one that is not counted.
 
-    Caches of a processor are filled with something else in between, as by the other operators of a step.
+    If `cold`, caches of a processor are filled with something else in between, as by the other operators of a step.
     On another device a measurement is of several calls in succession, as the host does not wait for each in a step.
     Calls whose threads have waited for a processor that others had do not count, unless all of them have: threads of
     an operator wait for each other, and so a tenth of a millisecond takes five.
     """
-    others = torch.ones(_CACHE_BYTES, dtype=torch.uint8) if device.addressable else None
+    others = torch.ones(_CACHE_BYTES, dtype=torch.uint8) if device.addressable and cold else None
     many = 1 if device.addressable else _IN_SUCCESSION
     run()
     device.synchronize()
@@ -398,10 +402,11 @@ class _Blocks(nn.Module):
 def _host_costs(device: Device) -> dict[str, float]:
     """Return the host's seconds per operator, with its share of modules, autograd and checkpointing.
 
-    And what an engine adds to these: per call of a module, and per gradient that leaves the device.
+    And what an engine adds to these: per call of a module, and per gradient that leaves the device. Where the device is
+    the CPU, what the operators take alone is not in it.
     """
     net, x = _Blocks(), torch.ones(1, _HEADS, _NARROW, device=device.place)
-    operators = work_of(net, (x.cpu(),)).operators
+    work = work_of(net, (x.cpu(),), on_cpu=device.addressable)
     plain = copy.deepcopy(net).to(device.place)
     forward_s, backward_s = _passes_s(plain, lambda loss: loss.backward(), plain.zero_grad, x, device)
     options: dict[str, Any] = {"offload_param": "none", "offload_optimizer": "cpu"}
@@ -416,8 +421,12 @@ def _host_costs(device: Device) -> dict[str, float]:
     calls = sum(isinstance(module, (_Block, nn.Linear)) for module in net.modules())  # in a forward, and once more
     hook_s = max(ours_s[0] - forward_s, _LITTLE) / calls
     more_s = ours_s[1] - backward_s - hook_s * calls
+    alone_s = 0.0
+    if device.addressable:
+        kernels = collections.Counter({**work.forward}) + collections.Counter({**work.backward})
+        alone_s = sum((seconds_of(kernel.call, device, cold=False) or 0.0) * many for kernel, many in kernels.items())
     return {
-        "operator": (forward_s + backward_s) / sum(operators),
+        "operator": max(forward_s + backward_s - alone_s, _LITTLE) / sum(work.operators),
         "hook": hook_s,
         "gradient": max(more_s, _LITTLE) / len(list(net.parameters())),
     }

@@ -446,6 +446,25 @@ def test_a_pass_takes_as_long_as_the_host_gives_work_also_if_kernels_were_measur
     assert passes.bound_s == pytest.approx(0.7 * sum(work.operators))
 
 
+def test_a_cpu_computes_and_then_does_the_hosts_part() -> None:
+    """Operators, calls of modules by forward and backward, and gradients: no two of these are side by side."""
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    found = offload.plan(Block(), batch=[torch.ones(ROWS, WIDE)], device="cpu", max_memory=memory)
+    assert found.work is not None and found.work.parts is not None
+    machine = dataclasses.replace(H200, operator_s=0.0, hook_s=0.0, gradient_s=0.0)
+    calls = sum(part.calls for parts in found.work.parts for part in parts.values())
+    gradients = sum(unit.trainable * len(unit.slots) for unit in found.plan.request.units)
+    assert calls and gradients
+
+    def compute_s(**costs: float) -> float:
+        machine_with = dataclasses.replace(machine, **costs)
+        return timing_of(found.plan, found.work, machine_with, micro_batches=1, clips=False).seconds["compute"]
+
+    costs = {"operator_s": 0.1, "hook_s": 0.01, "gradient_s": 0.001}
+    more_s = 0.1 * sum(found.work.operators) + 0.01 * calls + 0.001 * gradients
+    assert compute_s(**costs) - compute_s() == pytest.approx(more_s)
+
+
 # --- where it would live ---
 
 

@@ -82,6 +82,7 @@ def test_operators_that_memory_has_no_room_for_are_named_and_measured_when_there
     """Of 16 x 50 fp32 parameters of a layer, a product touches more than 3 KiB; half of 4 KiB are free for it."""
     run = list[Call]()
     monkeypatch.setattr(measuring, "seconds_of", lambda call, device: run.append(call) or 1.0)
+    monkeypatch.setattr(measuring, "_host_costs", lambda device: dict.fromkeys(measuring._HOST_COSTS, 1e-6))
     with monkeypatch.context() as patch:
         patch.setattr(measuring, "free_host_bytes", lambda: 4 << 10)
         found = planned()
@@ -100,7 +101,7 @@ def test_operators_that_memory_has_no_room_for_are_named_and_measured_when_there
 def test_an_operator_that_a_device_has_no_memory_for_is_not_kept_as_one_that_does_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(*_: Any) -> float:
+    def full(*_: Any, **__: Any) -> float:
         raise torch.OutOfMemoryError("full")
 
     here, work = Here(open_device("cpu")), work_of(nn.Linear(8, 8), [torch.ones(2, 8)])
@@ -211,12 +212,23 @@ def test_what_was_measured_is_kept_until_it_is_to_be_measured_again(monkeypatch:
     measured: list[Call] = []
     monkeypatch.setattr(measuring, "seconds_of", lambda call, device: measured.append(call) or 1.0)
     with monkeypatch.context() as patch:
-        for name in ("_engine_rates", "_streamed_rate", "_product_rate", "_copy_rate"):
+        for name in ("_engine_rates", "_streamed_rate", "_product_rate", "_copy_rate", "_host_costs"):
             patch.setattr(measuring, name, lambda *_: pytest.fail("measured a second time"))
         assert planned().work == first.work
         assert not measured
+    monkeypatch.setattr(measuring, "_host_costs", lambda device: dict.fromkeys(measuring._HOST_COSTS, 1e-6))
     assert planned(measure_again=True).work != first.work
     assert set(measured) == kernels
+
+
+def test_a_cpu_has_the_hosts_part_of_a_step_beside_what_operators_take_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operator of the small model takes a nanosecond alone; or all together take longer than its passes."""
+    device = open_device("cpu")
+    monkeypatch.setattr(measuring, "seconds_of", lambda call, device, *, cold: 0.0 if cold else 1e-12)
+    nothing = measuring._host_costs(device)
+    assert 0 < nothing["operator"] < 1e-3 and 0 < nothing["hook"] < 1e-2
+    monkeypatch.setattr(measuring, "seconds_of", lambda call, device, *, cold: 0.0 if cold else 1.0)
+    assert measuring._host_costs(device)["operator"] < 1e-9
 
 
 def test_doctor_tells_each_rate_that_is_kept() -> None:

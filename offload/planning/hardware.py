@@ -41,7 +41,8 @@ class Hardware:
         kernel_s: seconds of the shortest kernel.
         copy_s: seconds of a copy between host and device, beside its bytes.
         launch_s: seconds from a call of the host until the device can begin.
-        operator_s: seconds of the host per operator of torch, with its share of modules and of autograd.
+        operator_s: seconds of the host per operator of torch, with its share of modules and of autograd. Of a CPU that
+            computes, beside what the operators take alone.
         hook_s: seconds of the engine's hooks per call of a module.
         gradient_s: seconds of the engine's hooks per gradient.
 

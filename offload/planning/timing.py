@@ -122,10 +122,7 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         clips: every step is clipped, so that no update begins before all gradients are there.
     """
     host, uses = plan.request.device_is_host, work.uses or Uses.in_order(plan.request.units)
-    device_s = work.measured_s or (_device_s(work.forward, hardware), _device_s(work.backward, hardware))
-    forward_s, backward_s = (
-        max(took, many * hardware.operator_s) for took, many in zip(device_s, work.operators, strict=True)
-    )
+    forward_s, backward_s = _computing_s(plan, work, hardware)
     away, back = activations_of(plan)
     if host:
         forward_s, backward_s = forward_s + _copies_s(away, hardware), backward_s + _copies_s(back, hardware)
@@ -183,6 +180,21 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     bound_s = sum(span.bound_s for span in found)
     fill_s += max(took_s - bound_s, 0.0 if plays else alternate_s - bound_s, 0.0)
     return Timing((*spans, *found), fill_s, moved + backward + forward, early_units)
+
+
+def _computing_s(plan: Plan, work: Work, hardware: Hardware) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward without anything that they wait for.
+
+    The host gives work to an accelerator that computes meanwhile. A CPU has one thread for both.
+    """
+    device_s = work.measured_s or (_device_s(work.forward, hardware), _device_s(work.backward, hardware))
+    host_s = [many * hardware.operator_s for many in work.operators]
+    if not plan.request.device_is_host:
+        forward_s, backward_s = (max(took, given) for took, given in zip(device_s, host_s, strict=True))
+        return forward_s, backward_s
+    hooks_s = [sum(part.calls for part in parts.values()) * hardware.hook_s for parts in work.parts or ({}, {})]
+    gradients_s = sum(len(unit.slots) for unit in trained_of(plan)) * hardware.gradient_s
+    return device_s[0] + host_s[0] + hooks_s[0], device_s[1] + host_s[1] + hooks_s[1] + gradients_s
 
 
 def _passes(
