@@ -8,7 +8,6 @@ one. Next: :mod:`offload.predicting` makes seconds of a step of them.
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 import functools
@@ -265,25 +264,16 @@ def _in_words(name: str, part: str, value: float) -> str:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(call: Call, device: Device, *, cold: bool = True) -> float | None:
+def seconds_of(call: Call, device: Device) -> float | None:
     """Return the seconds of one operator on `device`; None where it does not run alone.
-
-    Args:
-        call: the operator, and what it is called with.
-        device: where.
-        cold: caches of a processor have something else, as behind the other operators of a step.
 
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
     """
     try:
-        if call.operator in (_ATTENTION, _ATTENTION_BACKWARD):
-            return _attention_s(call, device, cold=cold)
-        operator = functools.reduce(getattr, call.operator.split("."), torch.ops)
-        arguments = [_filled(value, device) for value in call.arguments]
-        named = {name: device.place if name == "device" else _filled(value, device) for name, value in call.named}
+        run = _run_of(call, device)
         with torch.no_grad():
-            return _median_s(lambda: operator(*arguments, **named), device, cold=cold)  # type: ignore[operator]
+            return _median_s(run, device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -291,23 +281,35 @@ def seconds_of(call: Call, device: Device, *, cold: bool = True) -> float | None
         return None
 
 
-def _attention_s(call: Call, device: Device, *, cold: bool) -> float:
-    """Return the seconds of attention, by the kernel that torch takes here."""
-    backward = call.operator == _ATTENTION_BACKWARD
-    blanks = call.arguments[1:4] if backward else call.arguments[:3]
-    query, key, value = (_filled(blank, device).requires_grad_(backward) for blank in blanks)
-    causal = bool(call.arguments[11 if backward else 4])
-    attend = functools.partial(nn.functional.scaled_dot_product_attention, query, key, value, is_causal=causal)
-    if not backward:
-        with torch.no_grad():
-            return _median_s(attend, device, cold=cold)
-    output, gradient = attend(), _filled(call.arguments[0], device)
+def _run_of(call: Call, device: Device) -> Callable[[], Any]:
+    """Return what runs an operator, on tensors with content. Attention takes the kernel that torch takes here."""
+    if call.operator == _ATTENTION:
+        return _attention_of(call, device)[0]
+    if call.operator == _ATTENTION_BACKWARD:
+        attend, parts = _attention_of(call, device, backward=True)
+        output, gradient = attend(), _filled(call.arguments[0], device)
 
-    def go_back() -> None:
-        torch.autograd.backward(output, gradient, retain_graph=True, inputs=(query, key, value))
-        query.grad = key.grad = value.grad = None
+        def go_back() -> None:
+            torch.autograd.backward(output, gradient, retain_graph=True, inputs=parts)
+            for part in parts:
+                part.grad = None
 
-    return _median_s(go_back, device, cold=cold)
+        return go_back
+    operator: Any = functools.reduce(getattr, call.operator.split("."), torch.ops)
+    arguments = [_filled(value, device) for value in call.arguments]
+    named = {name: device.place if name == "device" else _filled(value, device) for name, value in call.named}
+    return functools.partial(operator, *arguments, **named)
+
+
+def _attention_of(
+    call: Call, device: Device, *, backward: bool = False
+) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
+    """Return attention, and the query, key and value of it."""
+    blanks, causal = (call.arguments[1:4], call.arguments[11]) if backward else (call.arguments[:3], call.arguments[4])
+    parts = [_filled(blank, device).requires_grad_(backward) for blank in blanks]
+    query, key, value = parts
+    attend = functools.partial(nn.functional.scaled_dot_product_attention, query, key, value, is_causal=bool(causal))
+    return attend, parts
 
 
 def _filled(value: Any, device: Device) -> Any:
@@ -421,15 +423,27 @@ def _host_costs(device: Device) -> dict[str, float]:
     calls = sum(isinstance(module, (_Block, nn.Linear)) for module in net.modules())  # in a forward, and once more
     hook_s = max(ours_s[0] - forward_s, _LITTLE) / calls
     more_s = ours_s[1] - backward_s - hook_s * calls
-    alone_s = 0.0
-    if device.addressable:
-        kernels = collections.Counter({**work.forward}) + collections.Counter({**work.backward})
-        alone_s = sum((seconds_of(kernel.call, device, cold=False) or 0.0) * many for kernel, many in kernels.items())
+    alone_s = _alone_s(work, device) if device.addressable else 0.0
     return {
         "operator": max(forward_s + backward_s - alone_s, _LITTLE) / sum(work.operators),
         "hook": hook_s,
         "gradient": max(more_s, _LITTLE) / len(list(net.parameters())),
     }
+
+
+def _alone_s(work: Work, device: Device) -> float:
+    """Return the seconds of all operators of a small model, in succession, and nothing between them."""
+    runs = [
+        (_run_of(kernel.call, device), many) for part in (work.forward, work.backward) for kernel, many in part.items()
+    ]
+
+    def run() -> None:
+        for operator, many in runs:
+            for _ in range(many):
+                operator()
+
+    with torch.no_grad():
+        return _median_s(run, device, cold=False)
 
 
 def _passes_s(

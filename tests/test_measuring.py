@@ -222,13 +222,29 @@ def test_what_was_measured_is_kept_until_it_is_to_be_measured_again(monkeypatch:
 
 
 def test_a_cpu_has_the_hosts_part_of_a_step_beside_what_operators_take_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operator of the small model takes a nanosecond alone; or all together take longer than its passes."""
+    """Its operators take no time alone, or they take all of it."""
     device = open_device("cpu")
-    monkeypatch.setattr(measuring, "seconds_of", lambda call, device, *, cold: 0.0 if cold else 1e-12)
-    nothing = measuring._host_costs(device)
-    assert 0 < nothing["operator"] < 1e-3 and 0 < nothing["hook"] < 1e-2
-    monkeypatch.setattr(measuring, "seconds_of", lambda call, device, *, cold: 0.0 if cold else 1.0)
+    monkeypatch.setattr(measuring, "_alone_s", lambda work, device: 0.0)
+    found = measuring._host_costs(device)
+    assert 0 < found["operator"] < 1e-3 and 0 < found["hook"] < 1e-2
+    monkeypatch.setattr(measuring, "_alone_s", lambda work, device: 1e3)
     assert measuring._host_costs(device)["operator"] < 1e-9
+
+
+def test_operators_in_succession_run_as_often_as_they_were_counted() -> None:
+    device, ran = open_device("cpu"), list[Call]()
+    net = measuring._Blocks()
+    work = work_of(net, (torch.ones(1, measuring._HEADS, measuring._NARROW),), on_cpu=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "_run_of", lambda call, device: lambda: ran.append(call))
+        patch.setattr(measuring, "_median_s", lambda run, device, *, cold: run())
+        measuring._alone_s(work, device)
+    counted = {kernel.call: 0 for kernel in {**work.forward, **work.backward}}
+    for part in (work.forward, work.backward):
+        for kernel, many in part.items():
+            counted[kernel.call] += many
+    assert {call: ran.count(call) for call in counted} == counted and len(ran) == sum(counted.values()) > 100
+    assert measuring._alone_s(work, device) > 0
 
 
 def test_doctor_tells_each_rate_that_is_kept() -> None:
@@ -267,21 +283,30 @@ def test_a_file_that_says_nothing_is_no_hindrance(content: str) -> None:
     assert len(known) == 1 + ("other machine" in known)
 
 
-@pytest.mark.parametrize("value", ["fast", [1.0], -5.0, 0.0, float("nan"), True, {"update": 1.0}, {"h2d": None}])
-def test_what_cannot_have_been_measured_is_measured_again(value: object) -> None:
+def test_what_cannot_have_been_measured_is_measured_again() -> None:
     """Somebody else has written to the file: no number of a machine follows from it."""
-    here = Here(open_device("cpu"))
-    first = planned()
+    values = ["fast", [1.0], -5.0, 0.0, float("nan"), True, {"update": 1.0}, {"h2d": None}]
+    here, first = Here(open_device("cpu")), planned()
     kept = json.loads(here.file.read_text())
+    assert sum(map(len, kept.values())) > len(values)
     for known in kept.values():
-        for name in known:
-            known[name] = value
+        for number, name in enumerate(known):
+            known[name] = values[number % len(values)]
     here.file.write_text(json.dumps(kept))
     again = planned()
     assert again.timing is not None and again.work is not None and first.work is not None
     assert 0 < again.timing.step_s < 10 and again.work.unmeasured == first.work.unmeasured
-    [known] = json.loads(here.file.read_text()).values()
-    assert all(number != value for number in known.values())
+    [found] = json.loads(here.file.read_text()).values()
+    assert found.keys() == known.keys() and all(found[name] != value for name, value in known.items())
+
+
+@pytest.mark.parametrize("value", ["fast", [1.0], -5.0, 0.0, float("nan"), True, {"update": 1.0}, {"h2d": None}])
+@pytest.mark.parametrize("parts", [(), ("update", "h2d")])
+def test_no_value_of_the_file_stands_for_a_number(value: object, parts: tuple[str, ...]) -> None:
+    """Of an operator it might be that it does not run alone, which is None."""
+    here, found = Here(open_device("cpu")), dict.fromkeys(parts, 2.0) or 2.0
+    here._known["memory of device"] = value
+    assert here._value("memory of device", lambda: found, parts) == found
 
 
 def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path) -> None:
