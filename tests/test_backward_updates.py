@@ -401,6 +401,24 @@ def test_a_gradient_that_changes_withdraws_its_unit(when: str) -> None:
         bench.manager.check()
 
 
+def test_units_that_are_withdrawn_leave_their_slots_to_others_and_take_none_that_is_in_use() -> None:
+    with watching(room=lambda plan, unit: 1 << 30, more=3, sizes=(CHUNK,)) as bench:
+        gradient = torch.ones(CHUNK, dtype=torch.bfloat16)
+        for index in (2, 1, 0, 3, 4):
+            bench.manager.acquire(index).close()
+            bench.manager.add_gradient(index, 0, gradient, final=True)
+            bench.manager.advance_updates(bench.guess)
+            assert bench.early.has_begun(index)
+            if index in (1, 0, 3):
+                bench.manager.multiply_gradient(index, 0, 2.0)
+                assert not bench.early.has_begun(index)
+        flying = [(ticket.kind, ticket.key) for ticket in bench.store.flying]
+        assert flying == [("get", (index, "master", 0)) for index in (2, 4)]
+        bench.make_all()
+        assert bench.early.reconcile(bench.recipe)[0] == {2, 4}
+        bench.manager.check()
+
+
 @pytest.mark.parametrize("who", ["stream", "drop", "reset", "finish_updates"])
 def test_whoever_looks_or_drops_withdraws_all(who: str) -> None:
     with watching() as bench:

@@ -390,6 +390,7 @@ class BackwardUpdates(Updates[_Guess]):
     def _drop(self, update: _Guess) -> None:
         """Undo an update. Its room is not used again before the next step: the drive has enough to do."""
         come_to_rest(update.chunks, self._tiers)
+        self._queue.pipeline.forget(update.chunks)
         update.leases.stop_reading()
         owners: tuple[list[_Guess] | deque[_Guess], ...] = (self._queue.waiting, self._queue.open, self._done)
         for owner in owners:

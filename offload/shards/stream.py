@@ -243,6 +243,16 @@ class Pipeline:
             self._free.append(self._taken.popleft()[1])
         return self._free.popleft() if self._free else None
 
+    def forget(self, chunks: Iterable[Chunk]) -> None:
+        """Take the slots of chunks back that are undone and have come to rest; others keep their turn and their slots.
+
+        A chunk that nobody counts any more must not stay in line: behind it, one that is still worked on would lose
+        its slot too early.
+        """
+        gone = {id(chunk) for chunk in chunks}
+        self._free.extend(address for chunk, address in self._taken if id(chunk) in gone)
+        self._taken = deque((chunk, address) for chunk, address in self._taken if id(chunk) not in gone)
+
     def open(self, unit: Unit, leases: Leases) -> list[Chunk]:
         """Lease what is needed of a unit; returns its chunks."""
         param = self._tiers.param(unit.index)
