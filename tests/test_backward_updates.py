@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from early_updates import compare_guesses, early, fail_in_backward, guesses, interrupt_an_update, train
-from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke, versions
+from fakes import FakeStore, FakeTicket, make_manager, make_plan_with, make_unit, peek, poke, versions
 from harness import (
     WIDTH,
     assert_same_tensors,
@@ -41,7 +41,7 @@ from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
 from offload.shards.working_set import Came
-from swap import SwapError
+from swap import SwapDeadlineError, SwapError
 from swap.io.faults import FaultTarget
 
 CHUNK = 4096
@@ -370,6 +370,25 @@ def test_whoever_needs_slots_that_were_read_to_has_them(who: str, error: bool) -
             key: data[0] + 1 for key, data in before.items()
         }
         manager.check()
+
+
+def test_what_was_made_of_gradients_that_are_dropped_is_undone_though_a_read_ahead_is_late() -> None:
+    """A step from equal gradients would take it."""
+    with watching(slots=12) as bench:
+        before = dict(bench.store.objects)
+        bench.add(2)
+        bench.make_all()
+        bench.add(1)
+
+        def hang(ticket: FakeTicket) -> None:
+            if ticket.key[0] == 0:  # type: ignore[index]
+                raise SwapDeadlineError("late")
+
+        bench.store.before_wait = hang
+        bench.manager.drop_gradients()
+        bench.store.before_wait = lambda ticket: None
+        assert bench.store.objects == before and not bench.early.guessed
+        assert not bench.manager.gradients.any_arrived
 
 
 def test_what_is_under_way_is_given_up_where_the_guess_was_wrong() -> None:

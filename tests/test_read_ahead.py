@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke
+from fakes import FakeStore, FakeTicket, make_manager, make_plan_with, make_unit, peek, poke
 from harness import (
     WIDTH,
     apart,
@@ -32,7 +32,7 @@ from offload.planning.roles import Role
 from offload.shards.manager import Manager
 from offload.shards.read_ahead import Record
 from offload.shards.stream import ALL_STATES, Chunk
-from swap import SwapError
+from swap import SwapDeadlineError, SwapError
 from swap.io.faults import Fault, FaultTarget
 
 CHUNK = 4096
@@ -296,6 +296,94 @@ def test_an_error_of_a_write_that_lags_is_an_error_of_the_step() -> None:
             bench.backward()
             bench.step()
         bench.manager.forward.abandon()
+
+
+# --- a drive that hangs -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hanging(store: FakeStore, hangs: Callable[[FakeTicket], bool]) -> Iterator[list[FakeTicket]]:
+    """Let tickets be late whenever they are waited for; yields those, each as often as somebody has waited."""
+    waited: list[FakeTicket] = []
+
+    def hang(ticket: FakeTicket) -> None:
+        if hangs(ticket):
+            waited.append(ticket)
+            raise SwapDeadlineError("late")
+
+    store.before_wait = hang
+    try:
+        yield waited
+    finally:
+        store.before_wait = lambda ticket: None
+
+
+@pytest.mark.parametrize("who", ["drop", "reset"])
+def test_gradients_are_dropped_though_what_was_read_ahead_is_late(who: str) -> None:
+    with clipping() as bench:
+        manager, before = bench.manager, bench.first_bytes()
+        bench.backward(3, 2)
+        with hanging(bench.store, lambda ticket: True):
+            (manager.drop_gradients if who == "drop" else manager.reset)()
+            assert not manager.gradients.any_arrived
+            with pytest.raises(TimeoutError):
+                manager.stream(manager.units, bench.visit, reads=ROLES)
+            with pytest.raises(TimeoutError):
+                manager.rest([Tier.HOST])
+        bench.arrive()
+        bench.store.events.clear()
+        bench.backward()
+        assert bench.happened("get") == records(0, 1, 2)
+        bench.step()
+        bench.finish()
+        assert bench.first_bytes() == {key: value + 1 for key, value in before.items()}
+
+
+def test_a_step_is_taken_though_a_read_that_it_does_not_use_is_late() -> None:
+    """Its updates wait for the slot, but nobody who only passes by does."""
+    with clipping() as bench:
+        before, forward = bench.first_bytes(), bench.manager.forward
+        bench.backward()
+        with hanging(bench.store, lambda ticket: ticket.key == (0, "master", 1)) as waited:
+            bench.step(0)
+            waited.clear()
+            for _ in range(UNITS):
+                bench.manager.advance_updates(no_guess)
+            assert not waited
+            with pytest.raises(TimeoutError):
+                forward.require(1)
+        assert forward.failure is None
+        bench.finish()
+        assert bench.first_bytes() == {key: value + (key[0] != 0) for key, value in before.items()}
+
+
+def test_a_step_that_is_lost_tells_its_own_error_though_what_was_read_ahead_is_late() -> None:
+    with clipping() as bench:
+        bench.backward()
+        bench.step()
+        with hanging(bench.store, lambda ticket: True):
+            bench.manager.forward.lose(SwapError("torn"))
+        with pytest.raises(StateError, match="torn"):
+            bench.forward()
+
+
+def test_slots_that_were_kept_are_not_read_to_while_a_late_read_may_still_come_there() -> None:
+    with clipping() as bench:
+        manager, before = bench.manager, bench.first_bytes()
+        bench.backward(3, 2)
+        ahead = list(bench.store.flying)
+        with hanging(bench.store, lambda ticket: ticket not in ahead and ticket.kind == "get"):
+            with pytest.raises(TimeoutError):
+                manager.stream(manager.units, lambda chunk: None, reads=ROLES, keep_early=True)
+            bench.store.events.clear()
+            manager.advance_updates(no_guess)  # the store refuses memory that is in flight
+            assert not bench.happened("get")
+        bench.arrive()
+        bench.backward(1, 0)
+        assert bench.happened("get") == records(0, 1, 2)
+        bench.step()
+        bench.finish()
+        assert bench.first_bytes() == {key: value + 1 for key, value in before.items()}
 
 
 # --- no result depends on it ------------------------------------------------------------------------------------------

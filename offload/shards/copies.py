@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 
 from offload.errors import InternalError
 from offload.labels import labelled
@@ -110,7 +110,7 @@ class Copies:
         self._table: dict[tuple[int, Role], Shard] = {}
         self._transfers: dict[Shard, Transfer] = {}
         self._unread: set[Shard] = set()  # failed by a read: their homes are as they were
-        self._late: list[Ticket] = []  # of no shard: see leave_late
+        self._late: list[Ticket] = []  # of no shard: see wait_out
         self._known_parts: dict[Shard, list[tuple[int, int, int]]] = {}
         self._strays: list[Stray] = []
         self._stray_names = itertools.count(-2, -1)  # -1 has the hash of -2: layouts would be alike
@@ -422,9 +422,15 @@ class Copies:
         del self._transfers[shard]
         self.change(shard, Event.FETCHED if fetching else Event.FLUSHED)
 
-    def leave_late(self, tickets: Iterable[Ticket]) -> None:
-        """Note what an error has left behind: as long as it is under way, staging and idle buffers are its own."""
-        self._late += [ticket for ticket in tickets if not ticket.done()]
+    def wait_out(self, tickets: Collection[Ticket]) -> None:
+        """Wait for what nobody needs, whatever becomes of it; what is late is left to whoever needs its memory.
+
+        As long as it is under way, staging and idle buffers are its own.
+        """
+        try:
+            wait_out(tickets, self._deadline_s)
+        finally:
+            self._late += [ticket for ticket in tickets if not ticket.done()]
 
     def is_any_late(self) -> bool:
         """Tell whether some of it is still under way."""

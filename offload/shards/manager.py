@@ -521,6 +521,7 @@ class Manager:
         self.finish_updates()
         self.gradients.read_sums()
         if Tier.HOST in tiers:
+            self.copies.await_late()
             self.gradients.empty_pool()
         self._away = self.working.leave()
 

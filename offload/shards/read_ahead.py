@@ -92,7 +92,7 @@ class ReadAhead:
             slot: gives a slot of staging until :meth:`take`, None where none is free.
         """
         due = min(FEWEST + self._most * completed // self._trained, self._most)
-        if len(self._records) >= due:
+        if len(self._records) >= due or self._tiers.copies.is_any_late():  # which may still come to any slot
             return
         if self._coming is None:
             self._coming = self._wanted(order)
@@ -121,14 +121,13 @@ class ReadAhead:
         return taken
 
     def drop(self, *, keep_slots: bool = True) -> None:
-        """Forget everything: somebody is about to change content, or needs the slots, for good or for a while."""
-        self._coming = None
-        while self._records:  # one is forgotten once nothing comes to its slot
-            key = next(reversed(self._records))
-            self._records[key].settle(self._tiers.deadline_s)
-            self._slots.append(self._records.pop(key).slot)
-        if not keep_slots:
-            self._slots.clear()
+        """Forget everything: somebody is about to change content, or needs the slots, for good or for a while.
+
+        What is late does not keep anybody from that: whoever uses a slot next waits for it.
+        """
+        records, self._records, self._coming = list(self._records.values()), {}, None
+        self._slots = [*self._slots, *(record.slot for record in records)] if keep_slots else []
+        self._tiers.copies.wait_out([record.ticket for record in records])
 
     def _start(self, wanted: _Wanted, slot: int) -> None:
         store, address = self._tiers.copies.require_store(), slot + wanted.offset

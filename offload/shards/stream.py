@@ -20,7 +20,7 @@ from offload.kernels.on_device import Stepper
 from offload.labels import labelled
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
-from offload.memory.transfer import Ticket, wait_out
+from offload.memory.transfer import Ticket
 from offload.planning.plan import LARGE_CHUNK_NUMEL, STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
@@ -149,11 +149,7 @@ def come_to_rest(chunks: Iterable[Chunk], tiers: Tiers) -> None:
     for chunk in reversed(chunks):  # the last ones are those that a worker has not begun
         if chunk.task is not None:
             settle(chunk.task)
-    tickets = [ticket for chunk in chunks for ticket in (*chunk.reading, *chunk.writing)]
-    try:
-        wait_out(tickets, tiers.deadline_s)
-    finally:
-        tiers.copies.leave_late(tickets)
+    tiers.copies.wait_out([ticket for chunk in chunks for ticket in (*chunk.reading, *chunk.writing)])
 
 
 class Pipeline:
@@ -321,9 +317,10 @@ class Pipeline:
         return self._taken[0][0].writing if self._taken and not (self._free or self._filled) else []
 
     def settle(self) -> None:
-        """Wait for what was read ahead and is not used, and forget it: its slots are free."""
-        while self._filled:
-            self._free_last()
+        """Wait for what was read ahead and is not used, and forget it: its slots are free, but for what is late."""
+        records, self._filled = list(self._filled.values()), {}
+        self._free.extend(record.slot for record in records)
+        self._tiers.copies.wait_out([record.ticket for record in records])
 
     def _free_last(self) -> None:
         """Forget what was read ahead for the chunk that is needed last."""

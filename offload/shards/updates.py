@@ -186,7 +186,7 @@ class Updates(ABC, Generic[U]):
         if not pipeline.has_room(ahead):
             return False
         leaving = pipeline.leaving()
-        if not waits and not all(ticket.done() for ticket in leaving):
+        if not waits and (self._tiers.copies.is_any_late() or not all(ticket.done() for ticket in leaving)):
             return False
         self._wait_for_writes(leaving)
         return True
