@@ -21,7 +21,7 @@ from offload.memory import gradient_reader
 from offload.memory.accelerator import AcceleratorDevice, AcceleratorMover
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Budget, Tier
-from offload.memory.transfer import MoverNeeds
+from offload.memory.transfer import CopyDeadlineError, MoverNeeds
 from offload.stats import Counters
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
@@ -386,6 +386,27 @@ def test_a_gradient_that_is_late_is_told_and_not_used_any_more(make_bench: Calla
         may_end.set()
         bench.mover.wait(DEADLINE_S)
         bench.mover.read_tensor(gradient(2), used.append, group=1, last=True)
+        bench.mover.wait(DEADLINE_S)
+    assert len(used) == 1
+
+
+def test_a_gradient_that_was_given_up_is_waited_for_once_its_room_is_needed(make_bench: Callable[..., Bench]) -> None:
+    may_end, used = threading.Event(), list[int]()
+
+    def stuck(address: int) -> None:
+        assert may_end.wait(DEADLINE_S)
+        raise ValueError("of what was given up")
+
+    with running(EAGER):
+        bench = make_bench(deadline_s=0)
+        bench.mover.read_tensor(gradient(0), stuck, group=0, last=True)
+        with pytest.raises(CopyDeadlineError):
+            bench.mover.wait(0)
+        with pytest.raises(CopyDeadlineError):
+            bench.mover.read_tensor(gradient(1), used.append, group=1, last=True)
+        may_end.set()
+        bench.mover._gradients._consumer.submit(lambda: None).result(DEADLINE_S)
+        bench.mover.read_tensor(gradient(2), used.append, group=2, last=True)
         bench.mover.wait(DEADLINE_S)
     assert len(used) == 1
 

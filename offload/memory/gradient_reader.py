@@ -196,7 +196,11 @@ class GradientReader:
         self._reap()
         while (offset := self._ring.take(size)) is None:
             self._send()
-            self._wait_for(self._flying[0], deadline_s)
+            oldest = self._flying[0]
+            if oldest.told:
+                self._await_given_up(oldest, deadline_s)
+            else:
+                self._wait_for(oldest, deadline_s)
             if not self._reap():
                 self.wait(0)  # late: raises
         return self._address + offset
@@ -216,16 +220,27 @@ class GradientReader:
 
     def _wait_for(self, batch: _Batch, timeout_s: float) -> None:
         """Wait until a batch is used; note its failure."""
-        assert batch.used is not None
         if batch.told:
             return
         try:
-            with self._watch.waiting("gradients"):
-                FutureTransfer(batch.used, "copy of gradients to the host").wait(timeout_s)
+            self._await_use(batch, timeout_s)
         except Exception as error:  # errors of a device are RuntimeErrors
             batch.uses.clear()
             batch.told = True
             self._failure = self._failure or error
+
+    def _await_given_up(self, batch: _Batch, timeout_s: float) -> None:
+        """Wait until nothing uses the room of a batch that was given up; how it has ended was told."""
+        try:
+            self._await_use(batch, timeout_s)
+        except Exception:
+            if batch.used is None or not batch.used.done():
+                raise
+
+    def _await_use(self, batch: _Batch, timeout_s: float) -> None:
+        assert batch.used is not None
+        with self._watch.waiting("gradients"):
+            FutureTransfer(batch.used, "copy of gradients to the host").wait(timeout_s)
 
     def _reap(self) -> int:
         """Take back what the oldest batches have held, as far as they are used or have left; returns how many are."""
