@@ -43,6 +43,7 @@ import offload
 from offload import AdamW, Engine
 from offload.errors import InternalError
 from offload.memory.budget import Tier
+from offload.memory.transfer import CopyDeadlineError
 from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -273,6 +274,28 @@ def test_an_error_of_the_arithmetic_is_told_and_undone() -> None:
             bench.manager.advance_updates(lambda: bench.recipe)
         bench.manager.reset()
         assert set(bench.raw()) == {0} and not bench.manager.has_lost_content()
+
+
+def late(source: int) -> None:
+    raise CopyDeadlineError("late")
+
+
+def test_an_upload_that_is_late_ends_the_guesses_and_not_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(HOMES[1]) as bench:
+        bench.add(2)
+        monkeypatch.setattr(bench.manager.tiers.mover, "await_source", late)
+        bench.add(1)
+        assert not bench.early.has_more_to_do
+        monkeypatch.undo()
+        assert bench.early.reconcile(bench.recipe)[0] == set() and set(bench.raw()) == {0}
+        bench.manager.forward.begin(bench.manager.units[1:], bench.recipe.visit)
+        monkeypatch.setattr(bench.manager.tiers.mover, "await_source", late)
+        bench.manager.forward.advance()
+        with pytest.raises(CopyDeadlineError):
+            bench.manager.forward.require(1)
+        monkeypatch.undo()
+        bench.manager.forward.finish()
+        assert sorted(bench.recipe.visited) == [(1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("error", [ValueError("no such kernel"), InternalError("a bug")])

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from offload.errors import ConfigError, InternalError
 from offload.memory.budget import Tier
-from offload.memory.transfer import TicketGroup
+from offload.memory.transfer import CopyDeadlineError, TicketGroup
 from offload.planning.plan import MOST_QUEUED, STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
@@ -131,9 +131,10 @@ class BackwardUpdates(Updates[_Guess]):
     # --- during backward --------------------------------------------------------------------------------------------
 
     def advance(self, guess: Callable[[], Recipe | None], completed: Sequence[int]) -> None:
-        """Work on what has arrived, and start what there is room for. Waits for nothing, and never fails.
+        """Work on what has arrived, and start what there is room for. It never fails.
 
-        An I/O error ends it for this step: whoever makes the updates after it meets the error again, or not.
+        It waits for nothing but the last upload from memory that it needs. An I/O error, or one that is late, ends it
+        for this step: whoever makes the updates after it meets the error again, or not.
 
         Args:
             guess: what the step is likely to do, None where no guess is worth its while. It is called once per step,
@@ -151,7 +152,7 @@ class BackwardUpdates(Updates[_Guess]):
                     if not self._work(self._queue, Pace.READY):
                         break
                 self._start(self._queue, Pace.READY)
-        except OSError as error:
+        except (OSError, CopyDeadlineError) as error:
             self._give_up(error)
 
     def go_on(self) -> None:
@@ -187,7 +188,7 @@ class BackwardUpdates(Updates[_Guess]):
                     self._work(self._queue, Pace.OPEN)
                 for update in self._done:
                     self._wait_until_written(update)
-        except OSError as error:
+        except (OSError, CopyDeadlineError) as error:
             self._give_up(error)
 
     def wanted_here(self) -> list[int]:
@@ -205,7 +206,7 @@ class BackwardUpdates(Updates[_Guess]):
                 wanted.append(update.unit.index)
         return wanted
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         logger.warning("early updates: %s", str(error))
         self._undo_all()
         self._asked = True  # and no recipe: nothing more in this step

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from offload.errors import StateError
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
-from offload.memory.transfer import Ticket
+from offload.memory.transfer import CopyDeadlineError, Ticket
 from offload.planning.roles import Role
 from offload.planning.schedule import Schedules
 from offload.planning.units import Unit
@@ -60,10 +60,10 @@ class _Leaving:
 
 @contextlib.contextmanager
 def _tolerant() -> Iterator[None]:
-    """Leave an I/O error to whoever needs what it concerns, and so meets it again."""
+    """Leave an I/O error, or a late copy, to whoever needs what it concerns, and so meets it again."""
     try:
         yield
-    except OSError as error:
+    except (OSError, CopyDeadlineError) as error:
         logger.warning("step: %s", str(error))
 
 
