@@ -360,11 +360,16 @@ def check_not_fresh(chunk: Chunk) -> None:
     assert all(role in chunk.addresses for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
 
 
-def test_slots_that_a_late_read_may_still_fill_are_not_used_again() -> None:
+@pytest.mark.parametrize("forgotten", [False, True], ids=["no gradient", "one that was forgotten"])
+def test_slots_that_a_late_read_may_still_fill_are_not_used_again(forgotten: bool) -> None:
     """The one that failed waits twice, then goes: whoever comes next would find the late bytes in its slot."""
     units = [make_unit(index, [3 * CHUNK]) for index in range(2)]
     with managing(units, [Homes(N, H, N)] * 2) as (manager, store):
         write(manager, units, 1)
+        gradient = torch.ones(3 * CHUNK, dtype=torch.bfloat16)
+        if forgotten:
+            manager.add_gradient(1, 0, gradient, final=True)
+            manager.forget_gradient(1, 0)
 
         def hang(ticket: FakeTicket) -> None:
             if ticket.kind == "get" and ticket.key[0] == 0:  # type: ignore[index]
@@ -376,7 +381,6 @@ def test_slots_that_a_late_read_may_still_fill_are_not_used_again() -> None:
                 check_content(manager, units[:1], 1)
         with pytest.raises(SwapDeadlineError):
             check_content(manager, units[1:], 1)  # the store refuses memory that is in flight
-        gradient = torch.ones(3 * CHUNK, dtype=torch.bfloat16)
         with pytest.raises(SwapDeadlineError):
             manager.gradients.add(1, 0, gradient, final=True)  # its memory may have been slots while it was idle
         store.before_wait = lambda ticket: None

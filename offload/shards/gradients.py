@@ -338,6 +338,8 @@ class Gradients:
         gradient.arrived[slot], gradient.passes[slot] = False, (-1, 0)
         if self._there is not None:
             self._there.release((index, slot))
+        if index not in self._held and not any(gradient.arrived):  # its memory is idle: what comes next waits for it
+            self._discard(self._copies.of(index, Role.GRAD))
 
     def count(self, index: int, slot: int) -> int:
         """Return how many backward passes have brought a parameter's gradient since the last step."""
