@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -358,6 +360,35 @@ def test_states_without_content_count_as_zero_moments_and_a_master_equal_to_the_
 def check_not_fresh(chunk: Chunk) -> None:
     assert not chunk.access.fresh_states
     assert all(role in chunk.addresses for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
+
+
+def test_a_gradient_that_is_used_as_all_are_dropped_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an accelerator: whoever computes gave it up, its drive being late, while a thread adds it."""
+    units = [make_unit(0, [CHUNK])]
+    gradient, uses = torch.ones(CHUNK, dtype=torch.bfloat16), list[Callable[[int], None]]()
+    with managing(units, [Homes(N, N, N)]) as (manager, store), ThreadPoolExecutor(1) as consumer:
+        monkeypatch.setattr(manager.tiers.mover, "read_tensor", lambda tensor, use, **_: uses.append(use))
+        gradients = manager.gradients
+        gradients.add(0, 0, gradient, final=False)
+        uses.pop()(gradient.data_ptr())
+        gradients.empty_pool()
+        begun, dropped = threading.Event(), threading.Event()
+
+        def drop(ticket: FakeTicket) -> None:
+            store.before_wait = lambda ticket: None
+            begun.set()
+            assert not dropped.wait(0.1), "that waits for what is being added"
+
+        store.before_wait = drop
+        for _ in range(2):  # one of which has not begun
+            gradients.add(0, 0, gradient, final=False)
+        adding = consumer.submit(uses[0], gradient.data_ptr())
+        assert begun.wait(60.0)
+        gradients.drop()
+        dropped.set()
+        adding.result(60.0)
+        uses[1](gradient.data_ptr())
+        assert not gradients.any_arrived and manager.copies.of(0, Role.GRAD).state is State.EMPTY
 
 
 @pytest.mark.parametrize("forgotten", [False, True], ids=["no gradient", "one that was forgotten"])

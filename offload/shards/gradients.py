@@ -9,6 +9,7 @@ them. Next: :mod:`offload.module.handles` stands for them in ``.grad``, :mod:`of
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Container
 
@@ -103,6 +104,7 @@ class Gradients:
         self._may_widen = bool(plan.wide_bytes)
         self._deadline_s = deadline_s
         self._gradients = {unit.index: Gradient.of(unit) for unit in plan.request.units if unit.trainable}
+        self._adding = threading.Lock()  # held by whoever adds one, in a thread of the mover's, or drops all
         self._held: set[int] = set()  # units whose gradients belong to a step that has not used them yet
         self._wide: set[int] = set()  # units of 16 bits whose gradients have become fp32
         self._completed: deque[int] = deque()  # of which all has come that will come before the step, in this order
@@ -139,10 +141,16 @@ class Gradients:
             return
         self._mover.read_tensor(
             gradient.contiguous(),
-            lambda address: self._add(index, slot, address, final=final, widen=widen),
+            lambda address: self._take_in(known, (index, slot), address, final=final, widen=widen),
             group=index,
             last=not known.handed_over,
         )
+
+    def _take_in(self, known: Gradient, where: Where, source: int, *, final: bool, widen: bool) -> None:
+        """Add what the mover has brought, unless all was dropped since it was asked to."""
+        with self._adding:
+            if self._gradients[where[0]] is known:
+                self._add(*where, source, final=final, widen=widen)
 
     def _add(self, index: int, slot: int, source: int, *, final: bool, widen: bool) -> None:
         shard, gradient = self._copies.of(index, Role.GRAD), self._gradients[index]
@@ -384,14 +392,15 @@ class Gradients:
         self._mover.wait(self._deadline_s)
 
     def drop(self) -> None:
-        """Forget all gradients that have arrived since the last step."""
+        """Forget all gradients that have arrived since the last step, behind one that is being added, though late."""
         self.await_copies()
-        self._completed.clear()
-        for index in self._gradients:
-            shard = self._copies.of(index, Role.GRAD)
-            if index not in self._held:
-                self._discard(shard)
-            self._gradients[index] = Gradient.of(shard.unit)
+        with self._adding:
+            self._completed.clear()
+            for index in self._gradients:
+                shard = self._copies.of(index, Role.GRAD)
+                if index not in self._held:
+                    self._discard(shard)
+                self._gradients[index] = Gradient.of(shard.unit)
 
     def hold(self, indices: Container[int]) -> list[Buffer]:
         """Close a step: forget what has arrived, but keep the gradients of units `indices` until :meth:`let_go`.
