@@ -22,6 +22,7 @@ import sweep
 import torch
 from harness import WIDTH, batch, everything_on_device, host, loss_of, parameters_on_device, tight
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
@@ -574,6 +575,34 @@ def test_writing_to_a_state_dict_is_refused(place: str, tmp_path: Path) -> None:
         engine.backward(loss_of(engine, 0))
         engine.step()
         assert not model.blocks[2].bias.any()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hooks_of_state_dicts_rename_and_convert(place: str, tmp_path: Path) -> None:
+    """As torch's checkpoint_wrapper renames: what is under another name is real, and what they made is kept."""
+
+    def convert(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
+        state[f"{prefix}halved"] = state.pop(f"{prefix}bias") / 2
+
+    def changed() -> Net:
+        model = net()
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+        model.blocks[4].register_state_dict_post_hook(convert)
+        return model
+
+    plain, model = changed().state_dict(), changed()
+    with Engine(model, SGD(), **PLACES[place](model, tmp_path)) as engine:
+        displace(engine, 1)
+        with engine.gather(model.blocks[0]):  # lent ones are ordinary parameters
+            found = {"module": model.state_dict(), "engine": engine.state_dict(), "outer": nn.Sequential(model)}
+        found["outer"] = {name[2:]: value for name, value in found["outer"].state_dict().items()}
+        model.blocks[0].weight.data = torch.zeros(WIDTH, WIDTH)  # nobody holds what is lent of it
+    for which, state in found.items():
+        assert list(state) == list(plain), which
+        for name, value in plain.items():
+            assert torch.equal(state[name], value) and state[name].dtype == value.dtype, (which, name)
+            assert not state[name].requires_grad
 
 
 def test_a_state_dict_of_variables_has_the_parameters_themselves(tmp_path: Path) -> None:

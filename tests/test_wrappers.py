@@ -431,6 +431,11 @@ def test_state_dicts_have_whole_parameters(form: str, tmp_path: Path) -> None:
             name: type(value) for name, value in plain.state_dict().items()
         }
         assert_same_tensors(flat(state), flat(plain.state_dict()))
+        with engine.gather(model.blocks[0].base):
+            state = engine.state_dict()
+            addresses = {inner.data_ptr() for _, inner in inner_tensors(model.blocks[0].base.weight)}
+            assert addresses.isdisjoint(value.data_ptr() for value in flat(state).values())
+        assert_same_tensors(flat(state), flat(plain.state_dict()))
         engine.load_state_dict(other.state_dict())
         assert_same_tensors(flat(engine.state_dict()), flat(other.state_dict()))
         model.load_state_dict(plain.state_dict())

@@ -31,9 +31,11 @@ from offload.module.changes import OutsideChanges
 from offload.module.hooks import Hooks
 from offload.module.lending import Loan
 from offload.module.refusals import unreadable
-from offload.planning.partition import Wrapper
+from offload.module.saved import address_of
 from offload.planning.units import Where, without_reference
 from offload.shards.manager import Manager
+from offload.torch_private import no_functions
+from offload.wrappers import Shell, is_wrapper, take_apart
 
 _ADAPTED = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")  # what PEFT puts in the place of modules
 SWAP_NUMEL = 1 << 20  # elements that change places at once
@@ -84,7 +86,7 @@ class ModuleTensors:
                 _, _, keep_vars = outermost.pop()
                 if not keep_vars:  # else the values are the parameters themselves
                     with self._hooks.deferral:
-                        self._fill(module, state, prefix)
+                        self._fill(state)
 
         for module in self._tree.leases:
             self._handles.append(module.register_state_dict_pre_hook(begin))
@@ -331,28 +333,45 @@ class ModuleTensors:
         index, slot = where
         return f"parameter {self._tree.units[index].slots[slot].name}"
 
-    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Replace the parameters of `module` and of all modules below it."""
-        wanted: dict[str, list[Where]] = {}
-        wrappers: dict[str, Wrapper] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            places = self._binding.places_of(parameter)
-            if places and prefix + name in state:
-                wanted[prefix + name] = places
-                state[prefix + name] = None  # what torch has put there is a view, which keeps its unit where it is
-                wrapper = self._binding.wrapper_of(parameter)
-                if wrapper is not None:
-                    wrappers[prefix + name] = wrapper
+    def _fill(self, state: dict[str, Any]) -> None:
+        """Replace parameters by their real content, under whatever name; what hooks have made of them stays."""
+        wanted: dict[str, Shell[Where] | Where] = {}
+        for name, value in state.items():
+            source = self._source(value)
+            if source is not None:
+                wanted[name] = source
+                state[name] = None  # it may be a view, which keeps its unit where it is
+            elif isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                state[name] = value.detach()  # a hook has made it of a parameter
         manager = self._manager()
         self._changes.adopt()
         manager.bound.refuse_changes()
-        everything = {where for found in wanted.values() for where in found}
+        everything = {where for source in wanted.values() for where in _places_in(source)}
         with self._memory.open("state_dict", sum(map(self._bytes, everything))) as memory:
             values = checkpoint.gather_parameters(manager, everything, memory, pauses=True)
-        for name, found in wanted.items():
-            wrapper = wrappers.get(name)
-            state[name] = values[found[0]] if wrapper is None else wrapper.shell.map(values.__getitem__).tensor()
-        self._changes.note_copies([(name, values[where]) for name, found in wanted.items() for where in found])
+        for name, source in wanted.items():
+            state[name] = source.map(values.__getitem__).tensor() if isinstance(source, Shell) else values[source]
+        self._changes.note_copies([(name, values[where]) for name in wanted for where in _places_in(wanted[name])])
+
+    def _source(self, value: Any) -> Shell[Where] | Where | None:
+        """Return where the bytes are of a parameter, or of a whole view of one, as torch makes of one that is lent."""
+        wrapper = self._binding.wrapper_of(value)
+        if wrapper is not None:
+            return wrapper.shell
+        where = self._binding.slot_of(value)
+        if where is not None or not isinstance(value, torch.Tensor):
+            return where
+        if is_wrapper(value):
+            shell: Shell[Any] = take_apart(value).map(self._source)
+            return shell if all(isinstance(inner, tuple) for _, inner in shell.items()) else None
+        index = self._binding.unit_at(address_of(value))
+        if index is None:
+            return None
+        with no_functions():
+            for slot, parameter in enumerate(self._tree.parameters[index]):
+                if parameter.is_set_to(value) and _reading(parameter) == _reading(value):
+                    return index, slot
+        return None
 
     def _bytes(self, where: Where) -> int:
         unit = self._tree.units[where[0]]
@@ -371,6 +390,15 @@ def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 tensors[prefix + name] = buffer
     return tensors
+
+
+def _places_in(source: Shell[Where] | Where) -> list[Where]:
+    return [where for _, where in source.items()] if isinstance(source, Shell) else [source]
+
+
+def _reading(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+    """Return how the bytes of a tensor are read."""
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 @dataclasses.dataclass(slots=True)

@@ -135,8 +135,7 @@ class Absent:
         if unchanged(func, args, kwargs):
             return args[0]
         if keeper.collects_state(func, caller):
-            with no_subclasses():
-                return func(*args, **kwargs)
+            return args[0]
         if caller.f_code is nn.Parameter.__new__.__code__:
             raise StateError(
                 f"nn.Parameter of parameter {keeper.describe(absent[0])}: expected a tensor that stays where it is; "

@@ -135,7 +135,8 @@ def calling_frame(frame: FrameType) -> FrameType:
 def collects_state(func: Any, caller: FrameType, modules: Container[Any]) -> bool:
     """Tell whether this is torch making a state dict of `modules`: its values are replaced when it has them all.
 
-    Fetched one by one for it, they would all stay on the device until then.
+    Fetched one by one for it, they would all stay on the device until then. So it gets the parameters themselves:
+    hooks may rename them, and what they make of them is made of the real content.
     """
     saving = func is torch.Tensor.detach and caller.f_code is torch.nn.Module._save_to_state_dict.__code__
     return saving and caller.f_locals.get("self") in modules
