@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import sweep
 import torch
-from harness import WIDTH, batch, everything_on_device, host, loss_of, parameters_on_device, tight
+from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, loss_of, parameters_on_device, tight
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
@@ -1036,6 +1036,37 @@ def test_a_hook_of_the_user_may_forgive_missing_keys(tmp_path: Path) -> None:
         found = engine.state_dict()
         assert torch.equal(found["blocks.2.weight"], state["blocks.2.weight"])
         assert torch.equal(found["blocks.3.weight"], normed(0).state_dict()["blocks.3.weight"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hooks_of_a_load_read_what_it_has_come_to(place: str, tmp_path: Path) -> None:
+    """As in torch: a hook of a module, older or younger than the engine, makes buffers of the new weights."""
+
+    def derive(module: Any, report: Any) -> None:
+        module.norms.copy_(module.weight.detach().norm(dim=1))
+        module.bias.data.div_(2)
+
+    def derived(seed: int) -> Net:
+        model = net(seed)
+        for block in model.blocks[1:3]:
+            block.register_buffer("norms", torch.zeros(WIDTH))
+        model.blocks[1].register_load_state_dict_post_hook(derive)
+        return model
+
+    def outputs(module: Any, report: Any) -> None:
+        seen.append((module(batch(0)).detach(), {name: value.clone() for name, value in module.state_dict().items()}))
+
+    seen: list[Any] = []
+    plain, model, wanted = derived(0), derived(0), derived(1).state_dict()
+    with Engine(model, SGD(lr=0.0), **PLACES[place](model, tmp_path)) as engine:
+        for one in (plain, model):
+            one.blocks[2].register_load_state_dict_post_hook(derive)
+            one.register_load_state_dict_post_hook(outputs)
+            one.load_state_dict(wanted)
+        (output, state), (ours, found) = seen
+        assert_same_tensors(found, state)
+        assert_same_tensors(dict(engine.state_dict()), plain.state_dict())
+        assert torch.equal(ours, output)
 
 
 def test_assigning_is_refused(tmp_path: Path) -> None:

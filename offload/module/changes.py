@@ -16,6 +16,7 @@ import torch
 from offload.errors import StateError
 from offload.module.binding import Binding
 from offload.module.forwards import Forwards
+from offload.module.load import ModuleLoad
 from offload.planning.units import Where
 from offload.shards.manager import Manager
 from offload.torch_private import counted_by, in_backward, no_dispatch, no_functions
@@ -32,7 +33,11 @@ class Writer(Protocol):
 
 
 class OutsideChanges:
-    """Changes of one engine's parameters by others. See the module's text."""
+    """Changes of one engine's parameters by others. See the module's text.
+
+    Attributes:
+        loads: through the module, whose values are changes, too.
+    """
 
     def __init__(self, binding: Binding, forwards: Forwards, manager: Manager, writer: Writer) -> None:
         """Prepare.
@@ -47,6 +52,7 @@ class OutsideChanges:
         self._forwards = forwards
         self._manager = manager
         self._writer = writer
+        self.loads = ModuleLoad(binding.tree.leases, self.write)
         self._handed: set[int] = set()  # units that tensors outside the module may still view
         # That state dicts gave: what counts changes of each, and how many there were then. On a CPU nobody need keep
         # the copy. Those of another device are on the CPU, where torch would make another one of each parameter.
@@ -58,9 +64,10 @@ class OutsideChanges:
         self._handed.add(index)
 
     def adopt(self) -> None:
-        """Let what was written through tensors that view parameters be the parameters' content."""
+        """Let what was loaded, or written through tensors that view parameters, be the parameters' content."""
         if self._forwards.under_way or in_backward():
             return
+        self.loads.flush()
         if self._copies:
             self._refuse_written_copies()
         if not self._handed:

@@ -2,7 +2,7 @@
 
 Torch copies value after value to parameters that have no memory of their own. So what it copies is only noted, and goes
 home when torch has come to the end without an error: a state dict that does not fit changes nothing. Torch's own report
-is what the user gets.
+is what the user gets. If somebody reads parameters before that, as hooks do, what has come so far goes home at once.
 
 Owns what one call has noted. Where it goes is :mod:`offload.checkpoint.module_state`' business.
 """
@@ -82,6 +82,12 @@ class ModuleLoad:
         """Note what is being copied to a parameter; a load is under way."""
         assert self._load is not None
         self._load.values.update(values)
+
+    def flush(self) -> None:
+        """Write home what the load under way in this thread has noted: somebody is about to read parameters."""
+        if self._load is not None and self._load.values and self.is_under_way:
+            values, self._load.values = self._load.values, {}
+            self._write(values)
 
     def _begin(
         self,

@@ -20,7 +20,6 @@ from offload.module.absent import owners
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
 from offload.module.gradient_book import GradientBook
-from offload.module.load import ModuleLoad
 from offload.module.saved import SavedTensors, address_of
 from offload.module.torch_calls import collects_state
 from offload.module.unannounced import UnannouncedUses
@@ -62,18 +61,17 @@ class OutsideAccess:
         self._saved = saved
         self._changes = changes
         self._manager = manager
-        self._loads = ModuleLoad(binding.tree.leases, changes.write)
 
     def attach(self) -> None:
         """Let every call on a parameter come here, but for those where it is lent."""
-        self._loads.attach()
+        self._changes.loads.attach()
         owners.update(dict.fromkeys(self._binding.identities(), self))
         for unit in self._binding.tree.units:
             self._binding.watch(unit.index)
 
     def detach(self) -> None:
         """Undo :meth:`attach`. Idempotent. Parameters that are not given memory of their own then cannot be read."""
-        self._loads.detach()
+        self._changes.loads.detach()
         for identity in self._binding.identities():
             if owners.get(identity) is self:
                 del owners[identity]
@@ -190,9 +188,10 @@ class OutsideAccess:
 
     def load(self, parameter: torch.Tensor, value: Any) -> bool:
         """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""
-        if not self._loads.is_under_way or not isinstance(value, torch.Tensor):
+        loads = self._changes.loads
+        if not loads.is_under_way or not isinstance(value, torch.Tensor):
             return False
-        self._loads.note(self._binding.spread(parameter, value))
+        loads.note(self._binding.spread(parameter, value))
         return True
 
     def collects_state(self, func: Any, caller: FrameType) -> bool:
