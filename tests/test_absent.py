@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sweep
 import torch
@@ -176,6 +177,31 @@ def _saved(parameter: torch.Tensor) -> torch.Tensor:
     file.seek(0)
     loaded: torch.Tensor = torch.load(file, weights_only=True)
     return loaded
+
+
+def test_a_saved_parameter_is_alone_in_its_file(wrapped: tuple[Engine, Net]) -> None:
+    """Its unit has others beside it, which torch would write, too, for it writes storages whole."""
+    _, model = wrapped
+    bias = model.blocks[0].bias
+    bias.note = "kept"  # type: ignore[attr-defined]
+    try:
+        for copied in (_saved(bias), pickle.loads(pickle.dumps(bias)), copy.copy(bias)):
+            assert type(copied) is nn.Parameter and copied.note == "kept"
+            assert torch.equal(copied, net().blocks[0].bias) and copied.untyped_storage().nbytes() == WIDTH * 4
+    finally:
+        del bias.note
+
+
+def test_memory_that_is_shared_with_others_is_not_written_to(tmp_path: Path) -> None:
+    """Nobody would notice what is written there."""
+    model = net().requires_grad_(False)
+    with Engine(model, None, **tight(model, tmp_path)):
+        for array in (model.blocks[0].bias.numpy(), np.asarray(model.blocks[0].bias)):
+            assert np.array_equal(array, net().blocks[0].bias.detach().numpy())
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+        with pytest.raises(offload.StateError, match=r"blocks\.0\.bias.*__dlpack__ expected memory that stays"):
+            torch.from_dlpack(model.blocks[0].bias)
 
 
 @pytest.mark.parametrize("use", UTILITIES)

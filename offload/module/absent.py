@@ -150,7 +150,7 @@ class Absent:
             mine = [tensor for tensor in absent if keepers[id(tensor)] is other]
             call = functools.partial(other.read, mine, call)
         result = call()
-        if name_of(func) == "numpy":
+        if name_of(func) in ("numpy", "__array__"):
             result.flags.writeable = False  # nobody would notice what is written there
         return result
 
@@ -181,10 +181,11 @@ class Absent:
         return keeper.read([parameter], lambda: copy.deepcopy(parameter, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary parameter with the real content."""
+        """Pickle as an ordinary parameter with the real content; of its own, for torch writes storages whole."""
         parameter: Any = self
-        keeper = _keeper_of(parameter, copy.copy)
-        return keeper.read([parameter], lambda: parameter.__reduce_ex__(protocol))
+        copied = copy.deepcopy(parameter)
+        vars(copied).update({name: value for name, value in vars(parameter).items() if name not in vars(copied)})
+        return copied.__reduce_ex__(protocol)
 
 
 class AbsentParameter(Absent, nn.Parameter):

@@ -45,7 +45,7 @@ _LOOKS = names(
     "is_storage is_tensor ndimension nelement numel register_hook register_post_accumulate_grad_hook requires_grad_ "
     "result_type retain_grad size __dlpack_device__ dense_dim sparse_dim"
 )
-_OPENS = names("storage storage_type _typed_storage untyped_storage")
+_OPENS = names("__dlpack__ storage storage_type _typed_storage untyped_storage")
 _MEASURES = names("stride storage_offset is_contiguous dim_order is_non_overlapping_and_dense")
 _MAKES = names(
     "empty_like full_like ones_like rand_like randint_like randn_like zeros_like new new_empty new_empty_strided "
