@@ -190,6 +190,35 @@ class CustomFunctionOfAnotherModulesParameter(Stack):
         return Scaled.apply(super().forward(x), self.blocks[0].weight)
 
 
+class ScaledByAll(torch.autograd.Function):
+    """Torch saves what it is given when its forward has ended: by then the first weight may have left again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        product = x @ weight
+        scale = sum(other.norm() for other in others)
+        ctx.save_for_backward(x, weight, scale)
+        return product * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        grad = grads[0] * scale
+        return grad @ weight.t(), x.t() @ grad, *(None for _ in ctx.needs_input_grad[2:])
+
+
+@case()
+class CustomFunctionOfManyUnits(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ScaledByAll.apply(super().forward(x), *(block.weight for block in self.blocks))
+
+
+@case()
+class CustomFunctionOfManyUnitsInSegments(CustomFunctionOfManyUnits):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 # --- gradient checkpointing -----------------------------------------------------------------------------------------
 
 

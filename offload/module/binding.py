@@ -47,6 +47,11 @@ class Binding:
             self._stand_ins.append([stand_in(s.shape, self.dtypes[unit.index], device) for s in unit.slots])
             for slot, parameter in enumerate(parameters):
                 self._slot_of[id(parameter)] = (unit.index, slot)
+        self._stood_in_for = {
+            stand.untyped_storage().data_ptr(): (index, slot)
+            for index, stands in enumerate(self._stand_ins)
+            for slot, stand in enumerate(stands)
+        }
         self._units_of: dict[int, tuple[int, ...]] = {n: (where[0],) for n, where in self._slot_of.items()}
         self._wrapper_of = {id(wrapper.parameter): wrapper for wrapper in tree.wrappers}
         self._wrappers_in: dict[int, list[Wrapper]] = {}
@@ -264,6 +269,10 @@ class Binding:
     def unit_at(self, address: int | None) -> int | None:
         """Return the unit whose bytes begin at `address`, None where none does."""
         return self._bases.get(address)
+
+    def stood_in_for(self, address: int) -> Where | None:
+        """Return the parameter whose stand-in has its storage at `address`, None where none has."""
+        return self._stood_in_for.get(address)
 
     def identities(self) -> Collection[int]:
         """Return the identities of all parameters: they are kept alive, so these are theirs alone."""

@@ -82,9 +82,9 @@ class SavedTensors:
         address = address_of(tensor)
         if address is None:
             return take_apart(tensor).map(self.pack) if is_wrapper(tensor) else SavedActivation(tensor)
-        unit = self._binding.unit_at(address)
-        if unit is not None:
-            return self._view(tensor, unit, in_segment=False)
+        view = self._view(tensor, address, in_segment=False)
+        if view is not None:
+            return view
         if tensor.device != self._device:
             return SavedActivation(tensor)
         if self._leaving is not None:
@@ -139,8 +139,7 @@ class SavedTensors:
         """Return the handle of a tensor of a segment that views a unit, None for any other tensor."""
         address = address_of(tensor)
         if address is not None:
-            unit = self._binding.unit_at(address)
-            return None if unit is None else self._view(tensor, unit, in_segment=True)
+            return self._view(tensor, address, in_segment=True)
         if is_wrapper(tensor):
             shell = take_apart(tensor)
             if any(self._binding.unit_at(address_of(inner)) is not None for _, inner in shell.items()):
@@ -166,10 +165,21 @@ class SavedTensors:
         """Rebuild no more tensors. Idempotent."""
         self._manager = None
 
-    def _view(self, tensor: torch.Tensor, unit: int, *, in_segment: bool) -> SavedView:
+    def _view(self, tensor: torch.Tensor, address: int, *, in_segment: bool) -> SavedView | None:
+        """Return the handle of a tensor that views a unit, or is a parameter that is away; None for any other one."""
+        unit = self._binding.unit_at(address)
+        if unit is not None:
+            form = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        else:
+            where = self._binding.stood_in_for(address)
+            if where is None:
+                return None
+            unit, slot = where[0], self._binding.tree.units[where[0]].slots[where[1]]
+            with no_functions():  # as it is when it is here
+                here = torch.empty(slot.shape, dtype=self._binding.dtypes[unit], device="meta")
+                form = (here.dtype, slot.offset_numel, here.shape, here.stride())
         assert self._manager is not None, "closed"
         version = self._manager.copies.params[unit].version
-        form = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
         return SavedView(unit, version, form, tensor.is_conj(), tensor.is_neg(), in_segment)
 
 
