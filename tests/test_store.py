@@ -687,6 +687,35 @@ def test_file_system_without_preallocation(
     assert "cannot be reserved" in caplog.text
 
 
+@pytest.mark.parametrize("mode", [Mode.SCRATCH, Mode.DURABLE])
+@pytest.mark.parametrize(
+    ("code", "kind", "text"),
+    [
+        (errno.ENOSPC, SwapFullError, "bytes.*needed.*free space"),
+        (errno.EFBIG, SwapError, "ulimit -f"),
+        (errno.EIO, SwapError, "cannot reserve"),
+    ],
+)
+def test_length_that_a_file_system_without_preallocation_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, kind: type[SwapError], text: str, mode: Mode
+) -> None:
+    real = os.ftruncate
+
+    def ftruncate(fd: int, length: int) -> None:
+        if length >= 16 * BLOCK:
+            raise OSError(code, os.strerror(code))
+        real(fd, length)
+
+    monkeypatch.setattr(swap.io.files, "preallocate", lambda fd, length, first: errno.EOPNOTSUPP)
+    monkeypatch.setattr(os, "ftruncate", ftruncate)
+    with SwapStore(tmp_path, 8 * BLOCK, mode=mode) as store:
+        with pytest.raises(kind, match=rf"swap path {tmp_path}.*{text}") as caught:
+            store.grow(16 * BLOCK)
+        assert (caught.value.errno, caught.value.path, store.capacity_bytes) == (code, str(tmp_path), 8 * BLOCK)
+    with pytest.raises(kind, match=text):
+        SwapStore(tmp_path, 16 * BLOCK, mode=mode)
+
+
 @pytest.mark.parametrize("mode", Mode)
 def test_file_system_that_wants_room_for_all_that_is_reserved(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode

@@ -120,8 +120,8 @@ def reserve(file: SwapFile, length_bytes: int, first: int = 0) -> None:
         _log.warning(
             "swap path %s: space cannot be reserved here; a full disk will be found only later", file.directory
         )
-        os.ftruncate(file.fd, length_bytes)
-    elif code in (_errno.ENOSPC, _errno.EDQUOT):
+        code = _lengthen(file, length_bytes)
+    if code in (_errno.ENOSPC, _errno.EDQUOT):
         raise SwapFullError(
             f"swap path {file.directory}: {format_bytes(length_bytes - first)} needed but "
             f"{format_bytes(free_bytes_of(file))} free",
@@ -138,6 +138,15 @@ def reserve(file: SwapFile, length_bytes: int, first: int = 0) -> None:
             length_bytes=length_bytes - first,
             remedy="raise the file size limit (ulimit -f)" if code == _errno.EFBIG else "name another path",
         )
+
+
+def _lengthen(file: SwapFile, length_bytes: int) -> int:
+    """Give a file this length without room for it; returns 0 or why not (errno)."""
+    try:
+        os.ftruncate(file.fd, length_bytes)
+    except OSError as error:
+        return error.errno or _errno.EIO
+    return 0
 
 
 def sizes_of(files: Sequence[SwapFile]) -> list[int]:
