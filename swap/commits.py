@@ -29,6 +29,7 @@ class Commits:
         self._transfers = transfers
         self._backing = backing
         self._files = backing.files
+        self._run = backing.run
         self._manifest = backing.run.manifest if backing.run else None
         self._disk = backing.disk
         self._one_at_a_time = threading.Lock()
@@ -86,9 +87,10 @@ class Commits:
                     self._map.let_go()
 
     def _make_durable(self, changes: Changes, mark: tuple[int, int] | None) -> None:
-        manifest = self._manifest
-        if manifest is None or not (changes or manifest.doubtful or mark not in (None, manifest.marked)):
+        run, manifest = self._run, self._manifest
+        if run is None or manifest is None or not (changes or manifest.doubtful or mark not in (None, manifest.marked)):
             return
+        run.check_names()
         written = [version for version in changes.values() if version is not None]
         for file in sorted({piece.file for version in written for piece in version.pieces}):
             self._flush(self._files[file])

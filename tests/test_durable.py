@@ -24,6 +24,7 @@ from test_aio import in_child
 from test_store import BLOCK, descriptors, fill_second, get, is_interrupted, put
 from test_store import engine as engine  # a fixture
 
+import swap.durable.manifest
 import swap.io.files
 from swap import (
     Fault,
@@ -529,6 +530,56 @@ def test_extents_that_overlap_are_refused(tmp_path: Path) -> None:
         manifest.write_bytes(whole + record)
         with pytest.raises(SwapCorruptError, match="disjoint extents inside the data files"):
             open_store(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a/swap.lock", "a/swap.data", "a/swap.manifest", "b/swap.lock", "b/swap.data"])
+@pytest.mark.parametrize("gone", [True, False])
+def test_commit_is_refused_while_a_file_of_the_run_is_not_found(tmp_path: Path, name: str, gone: bool) -> None:
+    """It would return well, and nothing would be found. The file may come back."""
+    for each in ("a", "b"):
+        (tmp_path / each).mkdir()
+    paths, file = (tmp_path / "a", tmp_path / "b"), tmp_path / name
+    with open_store(paths) as store:
+        put(store, "x", pattern(BLOCK, 1))
+        store.commit()
+        file.rename(tmp_path / "kept")
+        if not gone:
+            file.write_bytes(b"another one")
+        store.commit()  # nothing to commit
+        put(store, "x", pattern(BLOCK, 2))
+        with pytest.raises(SwapError, match=f"{file}: expected the file that this store has open") as caught:
+            store.commit()
+        assert (caught.value.errno, caught.value.path) == (errno.ENOENT, str(file))
+        (tmp_path / "kept").rename(file)
+        store.abort()
+        assert contents(store) == {"x": pattern(BLOCK, 1)}
+        put(store, "x", pattern(BLOCK, 3))
+        store.commit()
+    assert reopened(paths) == {"x": pattern(BLOCK, 3)}
+
+
+def test_locks_look_used_after_a_commit(tmp_path: Path) -> None:
+    """Who cleans a drive up removes what is old."""
+    with open_store(tmp_path) as store:
+        os.utime(tmp_path / "swap.lock", (1, 1))
+        put(store, "x", pattern(BLOCK))
+        store.commit()
+        facts = (tmp_path / "swap.lock").stat()
+        assert min(facts.st_mtime, facts.st_atime) > 1
+
+
+def test_a_run_with_a_relative_path_goes_on_in_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap.durable.manifest, "_LEAST_LOG_BYTES", 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    with open_store(Path("run")) as store:
+        monkeypatch.chdir("/")
+        for number in range(10):  # the log is written anew
+            put(store, "x", pattern(BLOCK, number))
+            store.commit()
+    assert reopened(tmp_path / "run") == {"x": pattern(BLOCK, 9)}
 
 
 # ---- faults ----

@@ -263,6 +263,11 @@ class Manifest:
     def _is_long(self) -> bool:
         return self._end > max(_LEAST_LOG_BYTES, _GROWTH * self._rewritten_bytes)
 
+    @property
+    def fd(self) -> int:
+        """Of the open file; -1 once it is closed."""
+        return self._fd
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1

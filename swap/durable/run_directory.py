@@ -66,6 +66,35 @@ class RunDirectory:
     versions: dict[Hashable, Version]
     locks: list[int]
 
+    def check_names(self) -> None:
+        """Check that this run's files are found by their names, and let its locks look used.
+
+        Who cleans a drive up may remove what is old, and nothing else writes to a lock.
+
+        Raises:
+            SwapError: a file is gone, or another one has its name.
+        """
+        held = []
+        if not self.manifest.doubtful:  # else it is written anew
+            held.append((MANIFEST_NAME, self.files[0].directory, self.manifest.fd))
+        for file, lock in zip(self.files, self.locks, strict=True):
+            held += [(DATA_NAME, file.directory, file.fd), (LOCK_NAME, file.directory, lock)]
+        for name, directory, fd in held:
+            path = os.path.join(directory, name)
+            try:
+                if not os.path.samestat(os.stat(path), os.fstat(fd)):
+                    raise FileNotFoundError(_errno.ENOENT, os.strerror(_errno.ENOENT))
+            except OSError as error:
+                raise SwapError(
+                    f"{path}: expected the file that this store has open but it is gone or another one",
+                    errno=error.errno,
+                    path=path,
+                    remedy="move the file back, or begin another run: this one would not be found again",
+                ) from None
+        for lock in self.locks:
+            with contextlib.suppress(OSError):
+                os.utime(lock)
+
 
 def open_run(
     directories: Sequence[str], capacity_bytes: int, weights: Sequence[float] | None, disk: Disk
@@ -87,6 +116,7 @@ def open_run(
     """
     if len({os.path.realpath(directory) for directory in directories}) < len(directories):
         raise ValueError(f"paths: expected different directories but got {list(directories)}")
+    directories = [os.path.abspath(directory) for directory in directories]  # whoever changes the working directory
     with contextlib.ExitStack() as undo:
         locks = []
         for directory in directories:
