@@ -161,6 +161,11 @@ class DurableRun:
         assert self._state is not None
         return pack(self._state.records(), "optimizer")
 
+    def renew(self) -> None:
+        """See :class:`offload.shards.commits.Record`: the file of the run."""
+        assert self._parts is not None and self._parts.run is not None
+        self._parts.run.renew()
+
     def note_commit(self) -> None:
         """See :class:`offload.shards.commits.Record`."""
         self._committed_step = self._sealed_step

@@ -959,6 +959,24 @@ def test_a_damaged_run_is_refused_and_not_overwritten(tmp_path: Path) -> None:
         assert again.resumed.step == 2
 
 
+def test_a_purge_of_old_files_does_not_lose_a_run(tmp_path: Path) -> None:
+    """What is written once in a run looks as new as the last commit, and is written again if it is gone."""
+    path = tmp_path / "run.json"
+    with durable(tmp_path) as engine:
+        facts = path.read_bytes()
+        os.utime(path, (1, 1))
+        for _ in events(engine, {}, until=2):
+            pass
+        engine.drain()
+        assert path.stat().st_mtime > 1
+        path.unlink()
+        for _ in events(engine, {}, until=2):
+            pass
+    assert path.read_bytes() == facts
+    with durable(tmp_path) as again:
+        assert again.resumed.step == 4
+
+
 # ---- kill -9 ----
 
 SERVER = """

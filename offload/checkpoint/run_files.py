@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from offload.shards.commits import LATE_KEY, STATE_KEY, read_object
 from swap import SwapCorruptError, SwapError, SwapStore, find_run
 from swap.durable.disk import Disk
 from swap.errors import error_class
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "run.json"
 FORMAT, VERSION = "offload-run", 2
@@ -118,6 +121,7 @@ class RunFiles:
         """
         self._paths = config.paths()
         self.path = self._paths[0]
+        self._file = self.path.absolute() / FILE_NAME  # whoever changes the working directory
         for path in self._paths:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -179,6 +183,20 @@ class RunFiles:
             raise self._another(others)
         self.saved = record
 
+    def renew(self) -> None:
+        """Let the file be as new as a commit that comes, for whoever removes old files; write it if it is gone.
+
+        Raises:
+            SwapError: it could not be written.
+        """
+        assert self.facts is not None
+        try:
+            os.utime(self._file)
+        except FileNotFoundError:
+            self._write(self.facts)
+        except OSError:
+            logger.debug("%s: its times cannot be renewed", self._file, exc_info=True)
+
     def _check(self, now: RunFacts) -> None:
         """Check that an engine can go on with the run.
 
@@ -203,7 +221,7 @@ class RunFiles:
         Raises:
             SwapError: they could not be written.
         """
-        disk, target = Disk(), str(self.path / FILE_NAME)
+        disk, target = Disk(), str(self._file)
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts)}
         data = (json.dumps(content, indent=1) + "\n").encode("ascii")
         try:
@@ -214,9 +232,9 @@ class RunFiles:
             finally:
                 os.close(fd)
             disk.replace(target + ".new", target)
-            disk.sync_directory(str(self.path))
+            disk.sync_directory(str(self._file.parent))
         except OSError as error:
-            raise _failure(self.path / FILE_NAME, "cannot be written", error) from error
+            raise _failure(self._file, "cannot be written", error) from error
         self.facts = facts
 
     def _read_record(self, store: SwapStore) -> dict[str, Any]:
@@ -236,7 +254,7 @@ class RunFiles:
         return record
 
     def _read(self) -> RunFacts:
-        path = self.path / FILE_NAME
+        path = self._file
         try:
             content = json.loads(path.read_bytes())
             kind, version = content.pop("format"), content.pop("version")

@@ -41,6 +41,9 @@ class Record(Protocol):
     def late(self) -> bytes:
         """Return what of it the updates of the step have changed."""
 
+    def renew(self) -> None:
+        """Let what is written once in a run be there, and look as new as the commit that comes."""
+
     def note_commit(self) -> None:
         """Note that what was sealed last is on the drive."""
 
@@ -127,6 +130,7 @@ class Commits:
             late = self._record.late()
             self.failed = True
             try:
+                self._record.renew()
                 self._put(STATE_KEY, self._sealed)
                 self._put(LATE_KEY, late)
                 self._store.commit(mark=None if self._mark is None else (self._mark, min(self._held)))
