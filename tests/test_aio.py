@@ -822,14 +822,14 @@ def test_impossible_settings_are_refused(wrong: dict[str, int]) -> None:
         Aio(**wrong)  # type: ignore[arg-type]
 
 
-# A filter that answers EPERM to io_uring_setup, as container run times install one.
+# A filter that answers EPERM to a call of io_uring, as container run times install one.
 SECCOMP_AGAINST_IO_URING = """
 import ctypes, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
-IO_URING_SETUP, EPERM = 425, 1
-# load the system call number; when it is io_uring_setup answer EPERM, else allow
+REFUSED, EPERM = int(sys.argv[1]) if sys.argv[1:] else 425, 1  # io_uring_setup
+# load the system call number; when it is that one answer EPERM, else allow
 program = b"".join(struct.pack("HBBI", *i) for i in [
-    (0x20, 0, 0, 0), (0x15, 0, 1, IO_URING_SETUP),
+    (0x20, 0, 0, 0), (0x15, 0, 1, REFUSED),
     (0x06, 0, 0, 0x00050000 | EPERM), (0x06, 0, 0, 0x7FFF0000)])
 buffer = ctypes.create_string_buffer(program)
 class Program(ctypes.Structure):
@@ -841,7 +841,8 @@ if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(description), 0,
 """
 
 
-def test_refused_io_uring_falls_back_to_threads() -> None:
+@pytest.mark.parametrize("call", [425, 426], ids=["io_uring_setup", "io_uring_enter"])
+def test_refused_io_uring_falls_back_to_threads(call: int) -> None:
     script = """
         from swap import Aio, SwapError, engines_available
         print(engines_available())
@@ -853,7 +854,7 @@ def test_refused_io_uring_falls_back_to_threads() -> None:
             print(error)
     """
     result = subprocess.run(
-        [sys.executable, "-c", SECCOMP_AGAINST_IO_URING + textwrap.dedent(script)],
+        [sys.executable, "-c", SECCOMP_AGAINST_IO_URING + textwrap.dedent(script), str(call)],
         check=True,
         timeout=60,
         capture_output=True,

@@ -81,7 +81,8 @@ class Ring {
 
     io_uring* get() { return &ring_; }
 
-    /// Read and write (not only readv and writev) exist from Linux 5.6.
+    /// Read and write (not only readv and writev) exist from Linux 5.6.  A container may allow to set a ring
+    /// up, and refuse to enter it: so a request that does nothing goes through.
     void require_operations() {
         io_uring_probe* probe = io_uring_get_probe_ring(&ring_);
         const bool good = probe != nullptr && io_uring_opcode_supported(probe, IORING_OP_READ) &&
@@ -89,6 +90,14 @@ class Ring {
                           io_uring_opcode_supported(probe, IORING_OP_TIMEOUT);
         if (probe != nullptr) io_uring_free_probe(probe);
         if (!good) throw std::system_error(EOPNOTSUPP, std::generic_category(), "io_uring read and write");
+        io_uring_prep_nop(io_uring_get_sqe(&ring_));
+        int result;
+        do result = io_uring_submit_and_wait(&ring_, 1);
+        while (result == -EINTR);
+        io_uring_cqe* cqe = nullptr;
+        if (result >= 0) result = io_uring_wait_cqe(&ring_, &cqe);
+        if (result < 0) throw std::system_error(-result, std::generic_category(), "io_uring_enter");
+        io_uring_cqe_seen(&ring_, cqe);
     }
 
   private:
