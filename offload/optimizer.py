@@ -21,7 +21,7 @@ from offload.kernels.optimizers import Adam, AdamW
 from offload.optim import progress
 from offload.optim.offloaded_states import OffloadedStates, refuse
 from offload.optim.rules import Rule
-from offload.optim.takeover import give_back, take_over
+from offload.optim.takeover import as_hooks_get_it, give_back, idle, take_over
 from offload.spec import NOT_NEGATIVE, OptimizerSpec
 
 
@@ -209,7 +209,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Args:
             squares: sum of the gradients' squares.
         """
-        return squares == 0 and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+        return squares == 0 and all(group.get("lr", 1) == 0 for group in self.param_groups)
 
     def note_nothing(self) -> None:
         """Say, once, that a step has found no gradient.
@@ -295,15 +295,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Warns:
             UserWarning: all that takes more memory than the host budget, and there is no NVMe path.
         """
-        packed = super().state_dict()
+        for before in list(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
+        packed = super(OffloadOptimizer, self._without_hooks()).state_dict()
         positions = {parameter: position for position, parameter in enumerate(self._parameters())}
         with self._calls.deferral:
             states, masters = self._offloaded.gather()
-        packed["state"] = {positions[parameter]: state for parameter, state in states.items()}
+        # A user may have taken parameters out of the groups since: the engine keeps what it has of those.
+        packed["state"] = {positions[parameter]: state for parameter, state in states.items() if parameter in positions}
         own = {positions[parameter]: master for parameter, master in masters.items() if parameter in positions}
         if own:
             packed["masters"] = own
         packed["run"] = self._run.state_dict()
+        for after in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = after(self, packed)
+            packed = packed if changed is None else changed
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -317,6 +323,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 none of an optimizer's.
             StateError: parameters are in use, inside ``engine.gather`` or a forward. Nothing was loaded in either case.
         """
+        state_dict = as_hooks_get_it(state_dict)
+        for before in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups, parameters = self.param_groups, self._parameters()
         state = part(state_dict, "state")
         masters = part(state_dict, "masters") if "masters" in state_dict else {}
@@ -339,6 +349,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self._run.load_state_dict(run)
             for group, values in zip(groups, loaded, strict=True):
                 group.update(values)
+        for after in list(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
 
     def check_groups(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the param groups of a state dict, with which steps can be made.
@@ -362,13 +374,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _converted(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return groups as torch loads them, with the parameters of the present ones."""
-        groups = self.param_groups
-        try:
-            super().load_state_dict({"state": {}, "param_groups": saved})
-            return self.param_groups
-        finally:
-            self.param_groups = groups  # the same objects: schedulers hold them
-            vars(self).pop("state", None)  # torch has put one there
+        copy = self._without_hooks()  # groups stay the same objects: schedulers hold them
+        super(OffloadOptimizer, copy).load_state_dict({"state": {}, "param_groups": saved})
+        return copy.param_groups
+
+    def _without_hooks(self) -> OffloadOptimizer:
+        """Return an optimizer with these groups and without hooks: they are not to see a dict without states."""
+        copy = idle(self)
+        copy.param_groups = self.param_groups
+        return copy
 
     def _refuse_group(self, group: dict[str, Any], number: int, *, subject: str, remedy: str) -> None:
         """Check that steps can be made with the options of a param group that is to be loaded or added.

@@ -310,7 +310,16 @@ class Quiet(torch.optim.SGD):
     step = torch.no_grad()(torch.optim.SGD.step)
 
 
-@pytest.mark.parametrize("kind", [Halved, Quiet])
+class Centred(torch.optim.SGD):
+    """A kind of SGD that changes gradients where torch's step collects them."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, *lists: Any) -> Any:
+        found = super()._init_group(group, params, grads, *lists)  # type: ignore[misc]
+        grads[:] = [grad - grad.mean() for grad in grads]
+        return found
+
+
+@pytest.mark.parametrize("kind", [Halved, Quiet, Centred])
 def test_a_step_that_is_made_of_torchs(kind: Any) -> None:
     """What others have put around one is taken, too."""
 
@@ -514,6 +523,115 @@ def trained_plainly(make: Callable[[nn.Module], Any], numbers: Iterable[int], ch
 def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     for name, value in theirs.items():
         assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_hook_before_loading_may_put_states_in_another_order(face: str) -> None:
+    """By the parameters' names, as torch's documentation has it; shapes do not tell them apart."""
+
+    def named(model: nn.Module, *, turned: bool = False) -> torch.optim.AdamW:
+        return torch.optim.AdamW(list(model.named_parameters())[:: -1 if turned else 1], lr=LR)
+
+    def by_name(state_dict: dict[str, Any]) -> dict[str, Any]:
+        (group,) = state_dict["param_groups"]
+        return {name: state_dict["state"][number]["exp_avg"] for number, name in enumerate(group["param_names"])}
+
+    def adapt(optimizer: Any, state_dict: dict[str, Any]) -> None:
+        seen.append("before")
+        (saved,), (own,) = state_dict["param_groups"], optimizer.param_groups
+        places = {name: number for number, name in enumerate(own["param_names"])}
+        states = {places[name]: state_dict["state"][number] for number, name in enumerate(saved["param_names"])}
+        state_dict["state"] = states
+        state_dict["param_groups"] = [{**saved, "param_names": own["param_names"]}]
+
+    model = net()
+    with Engine(model, named(model), **everything_on_device()) as engine:
+        advance(engine, range(2))
+        saved = engine.optimizer.state_dict()
+    keys = list(saved["state"])
+    seen: list[object] = []
+    model = net()
+    with facing(face, named(model, turned=True), model) as (engine, optimizer):
+        optimizer.register_load_state_dict_pre_hook(adapt)
+        optimizer.register_load_state_dict_post_hook(lambda o: seen.append(by_name(o.state_dict())))
+        optimizer.load_state_dict(saved)
+        assert list(saved["state"]) == keys and saved["param_groups"][0]["param_names"][0] == "0.0.weight"
+        before, after = seen
+        assert before == "before"
+        assert_same_tensors(after, by_name(saved))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_checkpoint_is_no_dict_that_hooks_may_change(face: str, tmp_path: Path) -> None:
+    """It has its groups, and its states by name: a hook would see half of a dict."""
+    model = net()
+    seen: list[str] = []
+    with facing(face, adamw(model), model) as (engine, optimizer):
+        optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("after"))
+        advance(engine, [0])
+        engine.save_checkpoint(tmp_path / "saved")
+        optimizer.param_groups[0]["lr"] = 0.5
+        engine.load_checkpoint(tmp_path / "saved")
+        assert optimizer.param_groups[0]["lr"] == LR and not seen
+
+
+@pytest.mark.parametrize(("face", "made"), [(FACES[0], "after"), (FACES[1], "before"), (FACES[1], "after")])
+def test_a_hook_behind_state_dict_sees_the_states_and_may_change_them(face: str, made: str) -> None:
+    def halve(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for state in state_dict["state"].values():
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+        return {"optimizer": state_dict}
+
+    model = net()
+    given = adamw(model)
+    calls: list[str] = []
+    if made == "before":
+        given.register_state_dict_post_hook(halve)
+    with facing(face, given, model) as (engine, optimizer):
+        if made == "after":
+            optimizer.register_state_dict_post_hook(halve)
+        optimizer.register_state_dict_pre_hook(lambda *_: calls.append("before"))
+        advance(engine, [0])
+        found = optimizer.state_dict()
+        assert list(found) == ["optimizer"] and calls == ["before"]
+        assert {state["exp_avg"].dtype for state in found["optimizer"]["state"].values()} == {torch.bfloat16}
+        assert len(found["optimizer"]["state"]) == 6 and found["optimizer"]["run"]["step"] == 1
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_state_dict_leaves_out_what_is_in_no_group_any_more(face: str) -> None:
+    """Somebody freezes a layer, and takes it out of its group."""
+    model = net()
+    with facing(face, adamw(model), model) as (engine, optimizer):
+        advance(engine, [0])
+        model[0].requires_grad_(False)
+        (group,) = optimizer.param_groups
+        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        advance(engine, [1])
+        saved = optimizer.state_dict()
+        assert [(number, state["step"]) for number, state in saved["state"].items()] == [(n, 2) for n in range(4)]
+        optimizer.load_state_dict(saved)
+        advance(engine, [2])
+
+
+def test_a_step_of_zeros_where_the_class_finds_the_learning_rate_itself() -> None:
+    """transformers' Adafactor has ``lr=None`` then: that is no rate of zero."""
+
+    class Relative(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad + 1)
+
+    model = net()
+    given = Relative(model.parameters())
+    given.param_groups[0]["lr"] = None
+    with Engine(model, given, **everything_on_device()) as engine:
+        before = engine.state_dict()
+        (engine(torch.ones(1, WIDTH)).sum() * 0).backward()
+        engine.optimizer.step()
+        assert_same_tensors(engine.state_dict(), {name: value - 1 for name, value in before.items()})
 
 
 FORMS: dict[str, Callable[[nn.Linear], Any]] = {

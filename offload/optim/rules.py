@@ -142,6 +142,8 @@ def _kernel_class(given: torch.optim.Optimizer) -> type[OptimizerSpec] | None:
     base: Any = next((base for base in type(given).__mro__ if base in _IN_TORCH), None)
     if base is None or below_wrappers(type(given).step) is not below_wrappers(base.step):
         return None
+    if getattr(type(given), "_init_group", None) is not getattr(base, "_init_group", None):  # which torch's steps call
+        return None
     kind = _IN_TORCH[base]
     other = any(group.get(option) for group in given.param_groups for option in kind.OTHER_STEPS)
     return None if other else kind

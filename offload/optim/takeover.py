@@ -12,8 +12,8 @@ from __future__ import annotations
 import collections
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from offload.errors import ConfigError, StateError
 from offload.optim.offloaded_states import OffloadedStates, refuse
 from offload.torch_private import below_wrappers
 
+_Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 _taken: weakref.WeakKeyDictionary[torch.optim.Optimizer, TakenOver] = weakref.WeakKeyDictionary()
 
 
@@ -84,6 +85,20 @@ def give_back(optimizer: torch.optim.Optimizer, successor: torch.optim.Optimizer
         taken.give_back(optimizer, successor, lost=lost)
 
 
+def idle(optimizer: _Kind) -> _Kind:
+    """Return an optimizer of the same class that has nothing to update, and nobody to tell."""
+    found = object.__new__(type(optimizer))
+    vars(found).update((name, value) for name, value in vars(optimizer).items() if name not in GIVEN)
+    vars(found).update((name, collections.OrderedDict()) for name in vars(optimizer) if name.startswith("_optimizer_"))
+    vars(found).update(state=collections.defaultdict(dict), param_groups=[])
+    return found
+
+
+def as_hooks_get_it(state_dict: Any) -> Any:
+    """Return a dict that is to be loaded, or a shallow copy of it: hooks may change that, as in torch."""
+    return dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+
+
 class TakenOver:
     """The link from a user's optimizer to its successor, which may change: an engine is closed, another one is made."""
 
@@ -97,7 +112,7 @@ class TakenOver:
         self._own = (self._own_step, self._refuse_own_load)  # hooks that are not the user's
         optimizer.register_step_pre_hook(self._own[0])
         optimizer.register_load_state_dict_pre_hook(self._own[1])
-        optimizer.register_state_dict_post_hook(self._state_dict)
+        optimizer.register_state_dict_post_hook(self._state_dict, prepend=True)  # those of the user see the states
 
     def hand_to(self, optimizer: torch.optim.Optimizer, successor: torch.optim.Optimizer) -> None:
         """Take `successor` for the one from now on."""
@@ -195,13 +210,14 @@ class TakenOver:
             loss = self.successor().step(*args[1:], **kwargs)
         finally:
             self._hooks_run = False
-        return (_idle(optimizer), *([] if loss is None else [lambda: loss])), {}
+        return (idle(optimizer), *([] if loss is None else [lambda: loss])), {}
 
     # --- dicts --------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Load the successor's state, between the hooks that the user's optimizer has for that."""
         successor = self.successor()
+        state_dict = as_hooks_get_it(state_dict)
         for before in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
             changed = before(optimizer, state_dict) if before not in self._own else None
             state_dict = state_dict if changed is None else changed
@@ -270,12 +286,3 @@ GIVEN = tuple(_METHODS)  # attributes of a user's optimizer that are an engine's
 
 def _state_of(optimizer: torch.optim.Optimizer) -> object:
     return vars(optimizer).get("state")
-
-
-def _idle(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class that has nothing to update, and nobody to tell."""
-    idle: torch.optim.Optimizer = object.__new__(type(optimizer))
-    vars(idle).update((name, value) for name, value in vars(optimizer).items() if name not in GIVEN)
-    vars(idle).update((name, collections.OrderedDict()) for name in vars(optimizer) if name.startswith("_optimizer_"))
-    vars(idle).update(state=collections.defaultdict(dict), param_groups=[])
-    return idle
