@@ -634,6 +634,36 @@ def test_a_step_of_zeros_where_the_class_finds_the_learning_rate_itself() -> Non
         assert_same_tensors(engine.state_dict(), {name: value - 1 for name, value in before.items()})
 
 
+@pytest.mark.parametrize("way", ["made", "loaded"])
+def test_the_remedy_for_a_state_of_a_frozen_parameter(way: str) -> None:
+    """Followed to the letter, at both places where a state may come from."""
+    model = net()
+    given = adamw(model)
+    loss_of(model, 0).backward()
+    given.step()
+    given.zero_grad()
+    saved = given.state_dict()
+    model[0].requires_grad_(False)
+    text = (
+        r"^0\.0\.\w+: expected no optimizer state, for it is frozen; take it out: `del optimizer\.state\[...\]` before"
+    )
+    if way == "made":
+        with pytest.raises(ConfigError, match=text):
+            Engine(model, given, **everything_on_device())
+        for parameter in model[0].parameters():
+            del given.state[parameter]
+    else:
+        given = adamw(model)
+    with Engine(model, given, **everything_on_device()) as engine:
+        if way == "loaded":
+            with pytest.raises(ConfigError, match=text):
+                engine.optimizer.load_state_dict(saved)
+            del saved["state"][0], saved["state"][1]
+            engine.optimizer.load_state_dict(saved)
+        advance(engine, [1])
+        assert [state["step"] for state in engine.optimizer.state_dict()["state"].values()] == [2] * 4
+
+
 FORMS: dict[str, Callable[[nn.Linear], Any]] = {
     "one": lambda layer: layer.weight,
     "list": lambda layer: list(layer.parameters()),

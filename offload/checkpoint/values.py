@@ -492,7 +492,10 @@ def _read_states(
         unit = manager.units[index]
         slot = unit.slots[position]
         if not unit.trainable:
-            raise ConfigError(f"{slot.name}: expected no optimizer state, for it is frozen")
+            raise ConfigError(
+                f"{slot.name}: expected no optimizer state, for it is frozen; take it out: `del optimizer.state[...]` "
+                "before the engine is made, or its entry in 'state' of the dict that is loaded"
+            )
         for name in sorted(required, key=lambda name: (name != "step", name)):
             if name not in entry:
                 raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
