@@ -11,7 +11,7 @@ import threading
 
 from offload.errors import StateError
 from offload.module.pass_times import PassTimes
-from offload.torch_private import NO_GRAPH_TASK, graph_task, runs_backward
+from offload.torch_private import NO_GRAPH_TASK, at_end_of_backward, graph_task, runs_backward
 
 
 class BackwardPasses:
@@ -57,6 +57,7 @@ class BackwardPasses:
         if is_another:
             self._tasks, self._thread = set(), here
             self.number += 1
+            at_end_of_backward(self.end)
         self._tasks.add(task)
         self.is_over = False
         self._times.begin_backward(is_another=is_another)
