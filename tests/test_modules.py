@@ -798,6 +798,40 @@ def test_plain_backward_of_a_segment_without_modules(reentrant: bool, tmp_path: 
         assert torch.equal(found[1][name], value), name
 
 
+@pytest.mark.parametrize("way", ["grad", "materialize", "inputs", "engine"])
+@pytest.mark.parametrize("use", ["segment", "hook"])
+def test_a_backward_pass_for_given_parameters_may_use_them(use: str, way: str, tmp_path: Path) -> None:
+    """Without a module's forward, as in a segment of its own, or in a hook of the user."""
+
+    class Reused(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if use == "segment":
+                x = checkpoint(lambda x: F.linear(x, self.blocks[5].weight).tanh(), x, use_reentrant=False)
+            x = super().forward(x)
+            if use == "hook":
+                x.register_hook(lambda slope: slope @ self.blocks[0].weight)
+            return x
+
+    found: list[list[torch.Tensor]] = []
+    for place in (everything_on_device, tight):
+        torch.manual_seed(0)
+        model = Reused()
+        model.unused = nn.Linear(3, 3) if way == "materialize" else None
+        wanted = list(model.parameters())
+        options = place(model, tmp_path) if place is tight else place()
+        with offload.Engine(model, offload.AdamW(), **options) as engine:
+            loss = engine(batch(0)).pow(2).mean()
+            if way in ("grad", "materialize"):
+                found.append(list(torch.autograd.grad(loss, wanted, materialize_grads=way == "materialize")))
+                continue
+            loss.backward(inputs=wanted) if way == "inputs" else engine.backward(loss, inputs=wanted)
+            with engine.gather_gradients():
+                found.append([parameter.grad.clone() for parameter in wanted])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.stride() == theirs.stride()
+
+
 class Captioner(Stack):
     """Like image captioners of transformers: ``generate`` uses a parameter of its own, outside any forward."""
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import StateError
 from offload.module.handles import GradientHandle
@@ -39,7 +40,7 @@ from offload.module.torch_calls import (
     written,
 )
 from offload.nested import tensors_in
-from offload.torch_private import no_subclasses
+from offload.torch_private import no_functions, no_subclasses
 from offload.wrappers import has_own_storage
 
 
@@ -115,7 +116,7 @@ class Absent:
                 "'with engine.gather(parameter):', or of parameter.detach().clone()"
             )
         if does is Does.PASS:
-            return _passed_on(absent, lambda: func(*args, **kwargs))
+            return _differentiate(absent, func, args, kwargs)
         if does is Does.MAKE:
             return _make(absent, func, args, kwargs)
         caller = calling_frame(sys._getframe(1))
@@ -267,6 +268,33 @@ def _passed_on(absent: list[torch.Tensor], call: Callable[[], Any]) -> Any:
         for parameter, kind in zip(absent, kinds, strict=True):
             if parameter.__class__ is base_class(kind):
                 parameter.__class__ = kind
+
+
+def _differentiate(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a backward pass, which finds by itself what it needs.
+
+    Edges of the graph stand for parameters whose gradients are wanted. So these stay absent: what the pass repeats, and
+    hooks of the user, may use them.
+    """
+    _show_gradients(absent)
+    is_grad = func is torch.autograd.grad
+    inputs = args[1] if is_grad else kwargs.get("inputs")
+    if not isinstance(inputs, tuple):
+        return _passed_on(absent, lambda: func(*args, **kwargs))
+    with no_functions():
+        trained = {id(parameter) for parameter in absent if parameter.requires_grad}
+        edges = tuple(get_gradient_edge(value) if id(value) in trained else value for value in inputs)
+    if not is_grad:
+        kwargs = {**kwargs, "inputs": edges}
+        return _passed_on(_absent_in(args, kwargs), lambda: func(*args, **kwargs))
+    materialize = kwargs.get("materialize_grads")  # which torch does not do for edges
+    args, kwargs = (args[0], edges, *args[2:]), {**kwargs, "materialize_grads": False}
+    found = _passed_on(_absent_in(args, kwargs), lambda: func(*args, **kwargs))
+    if not materialize:
+        return found
+    with no_functions():
+        new = functools.partial(torch.zeros_like, requires_grad=bool(kwargs.get("create_graph")))
+        return tuple(new(value) if slope is None else slope for value, slope in zip(inputs, found, strict=True))
 
 
 def _make(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
