@@ -119,6 +119,9 @@ class FakeBinder:
     def changed(self, unit: Unit) -> str | None:
         return None
 
+    def count_update(self, unit: Unit) -> None:
+        assert unit.index in self.bound
+
 
 class ApartDevice(CpuDevice):
     """A device whose memory counts as out of the host's reach, though it is the host's: a worker makes the updates."""

@@ -539,6 +539,41 @@ def test_a_view_that_is_kept_follows_the_steps(place: str, early: bool, tmp_path
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_a_graph_of_a_view_is_stale_after_a_step(place: str, tmp_path: Path) -> None:
+    """Nobody but torch knows such a graph, or one of second order: a step counts as a change of what is viewed."""
+    model = net()
+    with Engine(model, SGD(lr=0.1), **PLACES[place](model, tmp_path)) as engine:
+        x = batch(0).requires_grad_()
+        other = (x @ model.blocks[0].weight.detach().t()).sum()
+        engine.backward(loss_of(engine, 1))
+        engine.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            other.backward()
+        engine.backward(loss_of(engine, 2))  # it is no change of the user's, who would have to write it home
+        engine.step()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_write_to_a_view_between_forward_and_backward_is_refused(place: str, tmp_path: Path) -> None:
+    """As torch does, which says so of what a graph has kept only: never of a bias."""
+    model = net()
+    with Engine(model, SGD(lr=0.1), **PLACES[place](model, tmp_path)) as engine:
+        loss = loss_of(engine, 0)
+        view = model.blocks[3].bias.detach()
+        view.add_(1.0)
+        engine.backward(loss)
+        engine.step()
+        loss = loss_of(engine, 1)
+        other = model.blocks[3].weight.detach()
+        other.clamp_(-0.01, 0.01)
+        with pytest.raises(offload.StateError, match=r"parameter blocks\.3\.weight was written to after this forward"):
+            engine.backward(loss)
+        del other
+        engine.backward(loss_of(engine, 2))
+        engine.step()
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_data_is_not_replaced_while_somebody_views_it(place: str, tmp_path: Path) -> None:
     """In torch the view keeps the old content, and tied parameters share; here it would become the new one."""
     model = net()

@@ -246,6 +246,12 @@ class Binding:
             now, bound = self._look(unit.index), self._bound[unit.index]
             self._bound[unit.index] = [(new[0], old[1]) for new, old in zip(now, bound, strict=True)]
 
+    def count_update(self, unit: Unit) -> None:
+        """Let torch count a change of each of a bound unit's parameters, which is nobody else's."""
+        for parameter in self.tree.parameters[unit.index]:
+            torch.autograd.graph.increment_version(parameter)
+        self.accept_changes(unit)
+
     def refuse_rebound(self) -> None:
         """Check that no parameter is other memory than its unit's: what somebody has put there in a forward.
 

@@ -37,6 +37,7 @@ class OutsideChanges:
 
     Attributes:
         loads: through the module, whose values are changes, too.
+        handed: units that tensors outside the module may still view.
     """
 
     def __init__(self, binding: Binding, forwards: Forwards, manager: Manager, writer: Writer) -> None:
@@ -53,7 +54,7 @@ class OutsideChanges:
         self._manager = manager
         self._writer = writer
         self.loads = ModuleLoad(binding.tree.leases, self.write)
-        self._handed: set[int] = set()  # units that tensors outside the module may still view
+        self.handed: set[int] = set()
         # That state dicts gave: what counts changes of each, and how many there were then. On a CPU nobody need keep
         # the copy. Those of another device are on the CPU, where torch would make another one of each parameter.
         self._copies: list[tuple[str, weakref.ref[torch.Tensor], torch.Tensor | None, int]] = []
@@ -61,7 +62,7 @@ class OutsideChanges:
 
     def note_handed(self, index: int) -> None:
         """Note that tensors outside the module may view a unit."""
-        self._handed.add(index)
+        self.handed.add(index)
 
     def adopt(self) -> None:
         """Let what was loaded, or written through tensors that view parameters, be the parameters' content."""
@@ -70,16 +71,16 @@ class OutsideChanges:
         self.loads.flush()
         if self._copies:
             self._refuse_written_copies()
-        if not self._handed:
+        if not self.handed:
             return
         binding = self._binding
-        for index in list(self._handed):
+        for index in list(self.handed):
             if binding.is_lent(index):
                 continue  # gathered: whoever did looks for itself
             if index not in binding.rebound and binding.changed(binding.tree.units[index]) is not None:
                 self._writer.adopt(index)
             if not self._manager.bound.borrowed(index):
-                self._handed.discard(index)
+                self.handed.discard(index)
 
     def write(self, values: Mapping[Where, Any]) -> None:
         """Let the contents of parameters be these tensors, after what was written to them before."""

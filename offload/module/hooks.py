@@ -108,7 +108,7 @@ class Hooks:
         self.lending = Lending(binding, book, manager)
         self.times = PassTimes(manager.tiers.mover, manager.tiers.counters, calls.passes)
         self._passes = BackwardPasses(self.times, in_callers=manager.tiers.device.addressable)
-        self.saved = SavedTensors(binding, manager, activations, device, calls.deferral, self._passes)
+        self.saved = SavedTensors(binding, changes, manager, activations, device, calls.deferral, self._passes)
         self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager, calls.deferral)
         self._outside = OutsideAccess(model, binding, book, self.uses, self.saved, changes, manager)
         self.left_out = LeftOut(model)

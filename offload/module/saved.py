@@ -18,6 +18,7 @@ from offload.errors import StateError
 from offload.interrupt import Deferral
 from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
+from offload.module.changes import OutsideChanges
 from offload.shards.bound import Form
 from offload.shards.manager import Manager
 from offload.torch_private import counts_tensors, no_dispatch, no_functions, top_hooks
@@ -53,6 +54,7 @@ class SavedTensors:
     def __init__(
         self,
         binding: Binding,
+        changes: OutsideChanges,
         manager: Manager,
         activations: Activations,
         device: torch.device,
@@ -63,6 +65,7 @@ class SavedTensors:
 
         Args:
             binding: knows the units by the addresses of their bytes.
+            changes: by others.
             manager: owner of the shards.
             activations: ledger that tensors are charged to.
             device: of the engine; tensors of others are not charged.
@@ -71,6 +74,7 @@ class SavedTensors:
         """
         self._passes = passes
         self._binding = binding
+        self._changes = changes
         self._manager: Manager | None = manager
         self._activations = activations
         self._leaving = activations if isinstance(activations, LeavingActivations) else None
@@ -126,9 +130,24 @@ class SavedTensors:
                 f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "
                 "(by a step or by loading), so its graph is stale; run the forward again"
             )
+        if saved.unit in self._changes.handed:
+            self._refuse_written(saved)
         self._activations.balance()
         # Not by a name here: the frame of a read that failed may outlive this, and would keep the view.
         return _signed(manager.view_of(saved.unit, saved.form, aside=saved.in_segment), saved)
+
+    def _refuse_written(self, saved: SavedView) -> None:
+        """Refuse a view of a parameter that was written to through a tensor that views it, as torch does."""
+        unit = self._binding.tree.units[saved.unit]
+        dtype, first, shape, strides = saved.form
+        last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        scale = dtype.itemsize / self._binding.dtypes[saved.unit].itemsize
+        for slot in (unit.slots[index] for index in self._binding.changes(unit)):
+            if first * scale < slot.offset_numel + slot.numel and slot.offset_numel < (last + 1) * scale:
+                raise StateError(
+                    f"backward: parameter {slot.name} was written to after this forward, through a tensor that views "
+                    "it, so its graph is stale; write to it before the forward, or after backward"
+                )
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""

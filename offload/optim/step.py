@@ -264,7 +264,7 @@ class Step:
             make_updates(manager, updated)
         try:
             with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
-                self._update_now(left)
+                self._update_now(updated, left)
                 manager.prefetch(uses=1)  # while nothing is updated, so that everything can be moved
                 manager.forward.read_ahead()
                 manager.prefetch()
@@ -309,13 +309,15 @@ class Step:
                 self._counts.counts[index][slot] += 1
         return updated, left
 
-    def _update_now(self, left: Sequence[Unit]) -> None:
+    def _update_now(self, updated: Sequence[Unit], left: Sequence[Unit]) -> None:
         """Make updates that nothing has to come for, and those of parameters that somebody views: as torch does."""
         manager = self._manager
-        viewed = [unit for unit in left if manager.bound.borrowed(unit.index)]
+        viewed = [unit for unit in updated if manager.bound.borrowed(unit.index)]
         for unit in left:
             if manager.tiers.plan.stays(unit) or unit in viewed:
                 manager.forward.require(unit.index)
+        for unit in viewed:
+            manager.bound.count_update(unit)
         if viewed:
             manager.forward.finish_open()  # whoever views them may write to them: nothing may be on its way home
 

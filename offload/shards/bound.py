@@ -34,6 +34,9 @@ class Binder(Protocol):
     def changed(self, unit: Unit) -> str | None:
         """Return the name of a bound parameter that somebody else has changed."""
 
+    def count_update(self, unit: Unit) -> None:
+        """Let torch count a change of each of a bound unit's parameters, which is nobody else's."""
+
 
 @dataclasses.dataclass(slots=True)
 class Residency:
@@ -128,6 +131,14 @@ class BoundUnits:
     def borrowed(self, index: int) -> bool:
         """Tell whether a tensor other than the parameters views the unit's bytes on the device."""
         return index in self._residency and self._residency[index].borrowed()
+
+    def count_update(self, unit: Unit) -> None:
+        """Let torch count that the bytes were updated: graphs that have kept what views them are stale."""
+        for view in self._residency[unit.index].others.values():
+            if not view.is_inference():
+                torch.autograd.graph.increment_version(view)
+        if unit.index not in self._hidden:
+            self._binder.count_update(unit)
 
     def bind(self, unit: Unit, buffer: Buffer) -> None:
         """Let the unit's parameters view `buffer`."""
