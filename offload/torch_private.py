@@ -195,6 +195,11 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     engine.queue_callback(call)
 
 
+def autocast_keeps_copies() -> bool:
+    """Tell whether autocast is on, and keeps what it has made of parameters until its block ends."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+
+
 def function_modes() -> list[Any]:
     """Return the modes of ``torch.overrides`` that are active in this thread, the outermost first."""
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]

@@ -92,6 +92,7 @@ class Training:
             except BaseException as error:
                 clean_up(self._hooks.unwind, self._activations.abandon_pass)
                 self._tell(error, "a forward")
+                refusals.explain_transform(error)
                 raise
 
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:

@@ -837,6 +837,20 @@ def test_an_interrupt_leaves_no_parameter_half_bound(
         assert engine.step()
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_forward_that_uses_a_transform_is_refused_by_name(evaluates: bool) -> None:
+    """Torch says that it wants no hooks, which are the engine's."""
+
+    class Slopes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(lambda y: y.pow(3).sum())(super().forward(x))
+
+    with Engine(Slopes(WIDTH, WIDTH), SGD(), **everything_on_device()) as engine:
+        refused = r"a forward cannot use torch\.func .*use torch\.autograd\.grad"
+        with torch.set_grad_enabled(not evaluates), pytest.raises(offload.StateError, match=refused):
+            engine(batch(0))
+
+
 @pytest.mark.parametrize("transform", ["grad", "vjp", "no hooks"])
 @pytest.mark.parametrize("through", ["engine", "model"])
 def test_transforms_of_torch_func_are_refused(through: str, transform: str, tmp_path: Path) -> None:

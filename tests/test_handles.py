@@ -735,6 +735,16 @@ def test_a_second_backward_of_a_retained_graph(place: str, tmp_path: Path) -> No
         engine.step()
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch has no grad_dtype")
+def test_a_gradient_of_another_dtype_is_refused_with_what_made_it_so() -> None:
+    model = net(dtype=torch.bfloat16)
+    model.blocks[0].weight.grad_dtype = torch.float32
+    with Engine(model, SGD(lr=0.1), **everything_on_device()) as engine:
+        loss = engine(batch(0).bfloat16()).float().pow(2).mean()
+        with pytest.raises(offload.StateError, match=r"gradient of blocks\.0\.weight: .*; leave .* grad_dtype"):
+            engine.backward(loss)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("place", PLACES)
 def test_backward_with_create_graph_is_refused(place: str, tmp_path: Path) -> None:

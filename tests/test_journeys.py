@@ -163,6 +163,23 @@ def test_autocast_around_fp32(tmp_path: Path) -> None:
         assert_same_tensors(found, values)
 
 
+def test_copies_that_autocast_keeps_leave_if_it_does_not_cache_them() -> None:
+    """Eight weights of 1 MiB, as bf16 4 MiB, beside 2 MiB for activations, which leave the device."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+    options = {"max_memory": {"device": "5MiB", "cpu": "64MiB"}, "activation_memory": "2MiB", "unit_bytes": 1 << 20}
+    with offload.Engine(module, offload.SGD(lr=0.1), device="cpu", activations="offload", **options) as engine:
+        given = torch.ones(1, 512)
+        with (
+            pytest.raises(offload.BudgetError, match=r"torch\.autocast\(\.\.\., cache_enabled=False\)"),
+            torch.autocast("cpu", dtype=torch.bfloat16),
+        ):
+            engine(given)
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            loss = engine(given).sum()
+        engine.backward(loss)
+        assert engine.step()
+
+
 def test_a_trainer_that_gets_an_engine_is_told_of_its_door(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     module = model()

@@ -23,7 +23,7 @@ import torch
 from offload.errors import BATCH_TOO_LARGE, BudgetError, StateError
 from offload.memory.budget import Budget
 from offload.sizes import format_bytes
-from offload.torch_private import no_functions
+from offload.torch_private import autocast_keeps_copies, no_functions
 from swap import SwapStore
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ LEAST_GROWTH_SHARE = 1 / 8  # of the region: less is not worth a change
 HOLES_FACTOR = 1.3  # what the allocator may make of a peak when holes are left to it, which is faster
 WORTH_SAMPLING_BYTES = 256 << 10
 WORTH_TRIMMING_BYTES = 16 << 20
+# What helps where autocast has a copy of each parameter, which other remedies leave where it is.
+NO_COPIES = "torch.autocast(..., cache_enabled=False), which then keeps no copy of each fp32 parameter on the device"
 LOOK_EVERY_S = 1e-3  # compute allocates a few MiB at most in between
 
 
@@ -321,7 +323,8 @@ class Activations:
             except BudgetError as error:
                 self._owed_bytes = owed
                 states = ", or activation_memory, for which optimizer states leave it" if self._gradient_bytes else ""
-                raise BudgetError(f"{error}{states}, or {self._way_out()}{BATCH_TOO_LARGE}") from None
+                casts = f", or {NO_COPIES}" if autocast_keeps_copies() else ""
+                raise BudgetError(f"{error}{states}{casts}, or {self._way_out()}{BATCH_TOO_LARGE}") from None
         now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return

@@ -136,7 +136,7 @@ class GradientHooks:
                 self._activations.await_gradient()
             shape = self._units[unit].slots[slot].shape
             if gradient.dtype != self._binding.dtypes[unit] or tuple(gradient.shape) != shape:
-                raise StateError(self._misfit(gradient, unit, slot))
+                raise StateError(self._misfit(parameter, gradient, unit, slot))
             self._passes.note()
             number = self._passes.number
             if number != self._latest:
@@ -151,11 +151,14 @@ class GradientHooks:
         self._book.put(parameter, where, before)
         manager.advance_updates(calls.guess)
 
-    def _misfit(self, gradient: torch.Tensor, unit: int, slot: int) -> str:
+    def _misfit(self, parameter: torch.Tensor, gradient: torch.Tensor, unit: int, slot: int) -> str:
         name, shape = self._units[unit].slots[slot].name, self._units[unit].slots[slot].shape
         resized = "was resized after it was wrapped, do so before"
         converted = "was converted after it was wrapped, pass dtype= to the engine"
+        told = "the module " + (resized if tuple(gradient.shape) != shape else converted)
+        if getattr(parameter, "grad_dtype", None) == gradient.dtype != parameter.dtype:
+            told = "leave the parameter's grad_dtype as it was, for the engine adds backward passes in fp32 by itself"
         return (
             f"gradient of {name}: expected {self._binding.dtypes[unit]} {shape} but got {gradient.dtype} "
-            f"{tuple(gradient.shape)}; the module {resized if tuple(gradient.shape) != shape else converted}"
+            f"{tuple(gradient.shape)}; {told}"
         )

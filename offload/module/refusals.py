@@ -37,6 +37,22 @@ _SHARED_OUT = {
 }
 
 
+_OF_HOOKS = "saved tensor hooks"  # in torch's refusal, which does not say whose they are
+
+
+def explain_transform(error: BaseException) -> None:
+    """Say whose hooks torch means where it refuses a transform of ``torch.func`` inside a forward.
+
+    Raises:
+        StateError: from `error`, if it is that.
+    """
+    if isinstance(error, RuntimeError) and "torch.func" in (text := str(error)) and _OF_HOOKS in text:
+        raise StateError(
+            "model: a forward cannot use torch.func (grad, vjp, jacrev, hessian) while an engine has it, for what "
+            "autograd keeps has to be seen; use torch.autograd.grad or torch.func.jvp there, or close the engine first"
+        ) from error
+
+
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
