@@ -92,6 +92,18 @@ def test_export_of_weights(saved: tuple[Run, Path], limit: str, tmp_path: Path) 
     assert cli.main(words) == 1  # nothing is written over
 
 
+def test_no_export_is_hidden_by_a_file_that_is_read_first(
+    saved: tuple[Run, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With both in a folder, ``from_pretrained`` takes the single file."""
+    words = ["checkpoint", "export", str(saved[1]), "--output", str(tmp_path / "hf"), "--max-shard-size", "2KiB"]
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_text("mine")
+    assert cli.main(words) == 1
+    assert "model.safetensors: is there already, and is read before shards" in capsys.readouterr().err
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+
+
 def test_names_of_exported_weights_are_the_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of experts in the hub are others, which save_pretrained writes; the help tells it, and who writes them."""
     transformers = pytest.importorskip("transformers")

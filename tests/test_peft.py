@@ -81,8 +81,10 @@ def test_what_is_saved_is_what_plain_peft_saves(kind: str, dtype: torch.dtype, t
     model = build(kind, dtype, tied=tied)
     with Engine(model, AdamW(), **on_the_drive(model, tmp_path)) as engine:
         before = engine.digests()
+        offload.peft.merge_and_save(engine, tmp_path / "ours")  # one file, which shards take the place of
         offload.peft.merge_and_save(engine, tmp_path / "ours", max_shard_size="40KB")
         assert engine.digests() == before
+    assert not (tmp_path / "ours" / "model.safetensors").exists()
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
     assert_same_tensors(saved(tmp_path / "ours"), saved(tmp_path / "truth"))
     texts = [(tmp_path / folder / "config.json").read_text() for folder in ("ours", "truth")]

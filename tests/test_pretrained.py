@@ -443,6 +443,20 @@ def test_files_are_small_if_nobody_says_more(tmp_path: Path, monkeypatch: pytest
     assert_same_tensors(contents(tmp_path / "small"), contents(tmp_path / "whole"))
 
 
+def test_a_folder_is_read_as_it_was_saved_last(tmp_path: Path) -> None:
+    """Of a single file and shards, transformers reads the single file, but does not delete it when it writes shards."""
+    folder, model = tmp_path / "model", BY_NAME["llama"].build()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    model.save_pretrained(folder)
+    with Engine(model, AdamW(), **nvme(model, tmp_path)) as engine:
+        for shard in ("20KB", "50GB", "20KB"):
+            engine.apply(lambda _, parameter: parameter.add_(1), model.parameters())
+            engine.save_pretrained(folder, max_shard_size=shard)
+            assert (folder / "model.safetensors").exists() == (shard == "50GB")
+            again: Any = type(model).from_pretrained(folder, dtype=torch.float32)
+            assert_same_tensors(dict(again.state_dict()), engine.state_dict())
+
+
 def test_steps_are_saved(tmp_path: Path) -> None:
     """What waits for its update has it before it is written; what was changed outside is written, too."""
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from offload.activations.tiling import join_tiles, split_tiles
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.beside import extra_key, taking_extra
 from offload.checkpoint.dict_memory import DictMemory
-from offload.checkpoint.unread_state import SHARD_BYTES, deferred_state, warn_of_shard
+from offload.checkpoint.unread_state import SHARD_BYTES, deferred_state, in_one_form, warn_of_shard
 from offload.classes import is_a
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Tier
@@ -131,7 +131,8 @@ class ModuleTensors:
                 kwargs.setdefault("max_shard_size", SHARD_BYTES)
             total = sum(unit.param_bytes for unit in without_reference(self._tree.units))
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
-        save(directory, state_dict=join_tiles(self._module, self.deferred_state(self._module)), **kwargs)
+        with in_one_form(directory):
+            save(directory, state_dict=join_tiles(self._module, self.deferred_state(self._module)), **kwargs)
 
     def deferred_state(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state dict with deferred tensors; see ``Engine.deferred_state_dict``."""

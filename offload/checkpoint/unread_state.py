@@ -10,12 +10,15 @@ import contextlib
 import ctypes
 import dataclasses
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.checkpoint.deferred import DeferredTensor
+from offload.checkpoint.safetensors_files import INDEX, SINGLE
 from offload.checkpoint.values import overlaps
 from offload.errors import ConfigError
 from offload.module.binding import Binding
@@ -54,6 +57,24 @@ class ParameterReader:
 
         with self.manager.safe_point:
             self.manager.stream([unit], visit, reads=frozenset({Role.PARAM}), span=(first, last))
+
+
+@contextlib.contextmanager
+def in_one_form(directory: str | Path) -> Iterator[None]:
+    """Delete the single file of an earlier save if the ``with`` block saves shards: it would be read in their place."""
+    single, index = Path(directory, SINGLE), Path(directory, INDEX)
+    before = [_identity(path) for path in (single, index)]
+    yield
+    if _identity(index) != before[1] and _identity(single) == before[0]:
+        single.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what changes if a file is written; None where there is none."""
+    with contextlib.suppress(OSError):
+        info = path.stat()
+        return info.st_ino, info.st_size, info.st_mtime_ns
+    return None
 
 
 def warn_of_shard(most: int | str, total_bytes: int, budget_bytes: int) -> None:

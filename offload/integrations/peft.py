@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload.checkpoint.deferred import DeferredTensor
-from offload.checkpoint.unread_state import SHARD_BYTES, warn_of_shard
+from offload.checkpoint.unread_state import SHARD_BYTES, in_one_form, warn_of_shard
 from offload.classes import package_of
 from offload.config import DtypeName
 from offload.engine import Engine
@@ -81,7 +81,8 @@ def merge_and_save(
     state = _merged_state(engine, base, _Merge(adapter_names, safe_merge, dtype))
     total_bytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
     warn_of_shard(max_shard_size, total_bytes, engine.plan.request.budgets[Tier.HOST])
-    with _as_untied(base, state), contextlib.nullcontext() if dtype is None else saved_as_ordinary(base):
+    ordinary = contextlib.nullcontext() if dtype is None else saved_as_ordinary(base)
+    with in_one_form(directory), _as_untied(base, state), ordinary:
         base.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size, **kwargs)
 
 

@@ -21,6 +21,7 @@ from offload.checkpoint.format.safetensors import ITEMSIZES, Member
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.format.writer import FileWriter
 from offload.checkpoint.restoring import fp32_values, read_tensor, read_weights, trained_of
+from offload.checkpoint.safetensors_files import INDEX, SINGLE
 from offload.errors import CheckpointError
 
 BUFFER_PREFIX = "buffer:"
@@ -42,7 +43,7 @@ def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, dea
         The files.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or a file is there already.
+        CheckpointError: the checkpoint is damaged, or a file is there already, or one that would be read instead.
     """
     shards: list[list[tuple[str, Entry]]] = [[]]
     size = 0
@@ -59,6 +60,8 @@ def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, dea
         shards[-1].append((name, entry))
         size += entry.size_bytes
     output.mkdir(parents=True, exist_ok=True)
+    if len(shards) > 1 and (output / SINGLE).exists():
+        raise CheckpointError(f"{output / SINGLE}: is there already, and is read before shards; name another folder")
     source, files, weights = Source(path, index), [], {}
     with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as reading:
         with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as writing:
@@ -69,7 +72,7 @@ def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, dea
                 weights.update({name: files[-1].name for name, _ in shard})
     if len(shards) > 1:
         total = sum(entry.size_bytes for shard in shards for _, entry in shard)
-        files.append(output / "model.safetensors.index.json")
+        files.append(output / INDEX)
         listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         files[-1].write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
     return files
