@@ -58,6 +58,15 @@ def test_tensors_are_found_and_read(path: Callable[[Path], Path], tmp_path: Path
     files.close()
 
 
+def test_a_single_file_is_read_before_an_index(tmp_path: Path) -> None:
+    """transformers leaves the index of earlier shards, which it deletes, beside its single file."""
+    index = sharded(tmp_path) / "model.safetensors.index.json"
+    assert {found.path for found in find_tensors(single(tmp_path)).values()} == {tmp_path / "model.safetensors"}
+    assert {found.path.name for found in find_tensors(index).values()} == {"a.safetensors", "b.safetensors"}
+    (tmp_path / "b.safetensors").unlink()
+    assert find_tensors(tmp_path).keys() == TENSORS.keys()
+
+
 def header(**changes: Any) -> bytes:
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24], **changes}
     text = json.dumps({"first": entry}).encode()

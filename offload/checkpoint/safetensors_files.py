@@ -110,7 +110,7 @@ def find_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name, in the order of its files; reads nothing but headers.
 
     Args:
-        path: a folder with ``model.safetensors`` or shards and their index, or one such file.
+        path: a folder with ``model.safetensors`` or, without it, shards and their index; or one such file.
 
     Raises:
         ConfigError: there is no such file, one is missing or cut off, or it is no safetensors file; names file and
@@ -124,10 +124,10 @@ def find_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
             f"{where}: expected a folder with safetensors files but it does not exist; of a model on the hub, pass "
             "what huggingface_hub.snapshot_download(name) returns"
         )
+    if single.is_file() and single != index:  # first, as transformers does
+        return _read_header(single)
     if index.is_file():
         return _find_sharded(index)
-    if single.is_file():
-        return _read_header(single)
     others = sorted(other.name for pattern in ("*.bin", "*.pt", "*.gguf") for other in where.glob(pattern))
     raise ConfigError(
         f"{where}: expected {SINGLE} or {INDEX} but got {', '.join(others[:3]) or 'neither'}; load other formats with "
