@@ -101,7 +101,7 @@ class EngineRuns:
         Raises:
             BudgetError: the budgets have no room for the smallest buffers, or the swap files for what is held.
             CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
-                `directory`, or it cannot be written to.
+                `directory`, it is a checkpoint itself, or it cannot be written to.
             StateError: the engine is closed or unusable, or parameters or gradients are gathered; or a durable run's
                 ``client_state`` was assigned for the step before, and not for the last one.
             RanksError: another rank has failed, ended, not come, or has something else. Older checkpoints stay.

@@ -938,6 +938,15 @@ def test_what_is_no_checkpoint_is_not_replaced(kind: str, engine: Engine, tmp_pa
     assert save(engine, path, tag="next", keep=1).name == "next" and os.path.lexists(mine)
 
 
+def test_no_checkpoint_is_saved_into_another_one(engine: Engine, tmp_path: Path) -> None:
+    """A load takes the folder that save_checkpoint returned; the next save there would be found by nobody."""
+    path = save(engine, tmp_path / "saved")
+    before = sorted(os.listdir(path))
+    with pytest.raises(CheckpointError, match=rf"is a checkpoint itself.*name the directory .*, {path.parent}$"):
+        save(engine, path, tag="next")
+    assert sorted(os.listdir(path)) == before
+
+
 @pytest.mark.parametrize(("number", "tag", "how"), [(1, "new", "wait"), (2, "old", "go on")])
 def test_a_kill_in_a_deletion_leaves_nothing_that_looks_whole(
     number: int, tag: str, how: str, engine: Engine, tmp_path: Path

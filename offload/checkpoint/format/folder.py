@@ -132,8 +132,13 @@ class Folder:
         """Have the directory for oneself, for a save; put right what an earlier save was broken off in.
 
         Raises:
-            CheckpointError: another save uses it, or it cannot be written to.
+            CheckpointError: another save uses it, it cannot be written to, or it is a checkpoint itself.
         """
+        if (self.path / FILE_NAME).is_file():
+            raise CheckpointError(
+                f"checkpoint directory {self.path}: is a checkpoint itself, as its {FILE_NAME} says, and would be "
+                f"loaded in the place of those in it; name the directory that it is in, {self.path.absolute().parent}"
+            )
         with contextlib.ExitStack() as last:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
