@@ -169,8 +169,8 @@ def build(
     """Plan, take the memory, load the model and register the hooks; or leave the model as it was.
 
     A torch optimizer has its states back then; it steps again when another engine has it. `weights` are values of what
-    is on the meta device. A `reference` model, frozen, has a part in all memory. `stage` is that of ZeRO, where there
-    are several ranks.
+    files have. A `reference` model, frozen, has a part in all memory. `stage` is that of ZeRO, where there are several
+    ranks.
 
     Raises:
         ConfigError, BudgetError, StateError, swap.SwapError: as :class:`offload.Engine` says.

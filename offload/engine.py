@@ -100,10 +100,11 @@ class Engine(EngineTensors, EngineRuns):
                 parameters, which is taken over: kernels step like ``torch.optim.AdamW``, ``Adam``, ``SGD`` and
                 ``Adagrad``, other classes make their steps themselves, slower; None for an engine that only evaluates.
             config: options as Config, dict or JSON file.
-            weights: a folder with safetensors, or one such file, for what is on the meta device; the rest of the model
-                keeps its own values. It is read chunk by chunk, each parameter straight to its home. A model of
-                transformers gets what its ``from_pretrained`` would give it: keys are renamed, what the files lack is
-                initialised, and both are logged. Of another module, each key has to be there.
+            weights: a folder with safetensors, or one such file: values of parameters and saved buffers, on the meta
+                device or the CPU. What no file has keeps its own on the CPU. It is read chunk by chunk, each parameter
+                straight to its home. A model of transformers gets what its ``from_pretrained`` would give it: keys are
+                renamed, what the files lack is initialised, and both are logged. Of another module, each key has to be
+                there.
             reference: a model beside it that is only evaluated, such as DPO's. The budgets, and the region of the
                 device for units in use, are those of both. Its parameters are frozen; :meth:`gather` writes to them. No
                 checkpoint or state dict has it.

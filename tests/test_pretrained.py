@@ -287,6 +287,35 @@ def test_what_no_file_has_keeps_its_content(tmp_path: Path) -> None:
         assert_same_tensors(engine.state_dict(), truth)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_buffers_on_the_cpu_get_what_files_have(known: bool, tmp_path: Path) -> None:
+    """As under accelerate's ``init_empty_weights``, which leaves buffers on the CPU; those that no file has stay."""
+
+    def add_buffers(module: nn.Module, value: float) -> None:
+        module.register_buffer("mean", torch.full((2,), value))
+        module.register_buffer("scratch", torch.full((2,), value), persistent=False)
+
+    class Known(hf.LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            add_buffers(self, 7.0)
+
+    with torch.device("meta"):
+        model: Any = Known(BY_NAME["llama"].build().config) if known else Net()
+    if known:
+        Known(model.config).save_pretrained(tmp_path)
+    else:
+        written(tmp_path, mean=torch.full((2,), 7.0), scratch=torch.full((2,), 7.0))
+        model.norm.register_buffer("running_mean", torch.zeros(32))
+    add_buffers(model, 1.0)
+    model.other = nn.Module()
+    model.other.register_buffer("none", shared := model.mean, persistent=False)
+    with Engine(model, AdamW(), weights=tmp_path, **everything_on_device()):
+        assert model.mean.tolist() == [7, 7] and model.scratch.tolist() == [1, 1]
+        assert model.mean is shared is model.other.none
+        assert known or model.norm.running_mean.any()
+
+
 def test_lora_on_a_base_that_was_never_in_memory(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
@@ -343,6 +372,7 @@ def test_a_read_that_fails_leaves_the_model_as_it_was(
     model = on_meta()
     given = torch.full((32, 32), 0.5)
     model.second.weight = nn.Parameter(given.clone())
+    model.norm.running_mean = mean = torch.full((32,), 0.25)
     parameters = dict(model.named_parameters())
     reads = []
     read = safetensors_files.OpenFiles.read
@@ -361,6 +391,7 @@ def test_a_read_that_fails_leaves_the_model_as_it_was(
         assert parameter is parameters[name] and type(parameter) is nn.Parameter and parameter.requires_grad
         assert parameter.is_meta == (name != "second.weight"), name
     assert torch.equal(model.second.weight, given)
+    assert model.norm.running_mean is mean and bool((mean == 0.25).all()) and model.norm.running_var.is_meta
     with Engine(model, AdamW(), weights=tmp_path, **options) as engine:
         assert_same_tensors(engine.state_dict(), truth)
 

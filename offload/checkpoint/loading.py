@@ -120,6 +120,7 @@ class Loader:
         self._four_bit = FourBitModules(module)
         self._eight_bit = EightBitModules(module)
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []  # that have been moved, with where they were
+        self._former: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []  # buffers and content, while loading
 
     def load(self, manager: Manager) -> None:
         """Move the parameters to their homes unit by unit; each unit's original memory is freed at once.
@@ -152,6 +153,7 @@ class Loader:
         for name, buffer in meta_buffers.items():
             _refuse_uninitialised(name, buffer)
         self._originals = {where: original for where, original in self._originals.items() if original.is_meta}
+        self._former.clear()
 
     def take_up(self, manager: Manager, record: Mapping[str, Any]) -> None:
         """Let the parameters be those of a run that was committed, whatever they are now.
@@ -177,6 +179,7 @@ class Loader:
         for name, buffer in meta_buffers.items():
             if name not in record["contents"]["buffers"]:
                 _refuse_uninitialised(name, buffer)
+        self._former.clear()
 
     def unload(self, manager: Manager, *, undo: bool = False) -> dict[int, list[torch.Tensor]]:
         """Return ordinary tensors in host memory with the units' parameters; the manager is only to be closed then.
@@ -229,6 +232,8 @@ class Loader:
             buffer = part._buffers.get(name)
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
+        for part, name, former, content in reversed(self._former):  # one may have two names
+            part._buffers[name] = former.copy_(content)
         self._binding.settle_devices()
         self._eight_bit.detach()
 
@@ -279,11 +284,13 @@ class Loader:
                 self.digests[self._tree.units[index].slots[slot].name] = checkpoint.digest(value)
 
     def _materialise_buffers(self) -> dict[str, torch.Tensor]:
-        """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""
+        """Give buffers what files have, and meta buffers memory, without parameters beside them initial values too."""
         made: dict[str, torch.Tensor] = {}
-        for module, name, value in () if self._weights is None else self._weights.buffers:
-            module._buffers[name] = value
         with torch.no_grad():
+            for module, name, value in () if self._weights is None else self._weights.buffers:
+                former = module.get_buffer(name)
+                self._former.append((module, name, former, former.clone()))
+                module._buffers[name] = value if former.is_meta else former.copy_(value)  # which others may share
             for path, module in self._module.named_modules():
                 own = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
                 for name, buffer in own.items():

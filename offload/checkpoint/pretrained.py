@@ -232,12 +232,17 @@ def _by_name(
 def _add_buffers(
     model: nn.Module, values: Mapping[str, torch.Tensor], weights: Weights, path: str | os.PathLike[str]
 ) -> None:
-    """Note the values of buffers on the meta device; those that no file has are the loader's to initialise."""
+    """Note what files have of buffers that are saved, and what is known of those on the meta device.
+
+    The others are the loader's to initialise if they are on the meta device; elsewhere they keep their content.
+    """
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            if buffer.is_meta and name in values:
-                value = whole(_fitting(name, buffer, values[name], path))  # rotary frequencies stay in fp32
-                weights.buffers.append((module, name.rpartition(".")[2], value))
+            value, key = values.get(name), name.rpartition(".")[2]
+            read = isinstance(value, DeferredTensor) and key not in module._non_persistent_buffers_set
+            if value is not None and (read or buffer.is_meta):
+                value = whole(_fitting(name, buffer, value, path))  # rotary frequencies stay in fp32
+                weights.buffers.append((module, key, value))
 
 
 def _fitting(name: str, wanted: torch.Tensor, value: torch.Tensor | None, path: str | os.PathLike[str]) -> torch.Tensor:
