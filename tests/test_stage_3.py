@@ -59,17 +59,21 @@ def test_ranks_with_slices_of_parameters_are_one_process(
 
 
 class Choice(nn.Module):
-    """Layers of which each batch uses some, in an order of its own; one is frozen."""
+    """Layers of which each batch uses some, in an order of its own; one is frozen.
+
+    So is a parameter of a dtype that gloo does not know.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.layers[4].requires_grad_(False)
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64), requires_grad=False)
 
     def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
         for index in order:
             x = torch.tanh(self.layers[index](x))
-        return x.square().mean()
+        return (x * self.turn.abs()).square().mean()
 
 
 def choice(seed: int = 5) -> Choice:

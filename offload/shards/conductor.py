@@ -151,9 +151,9 @@ class Conductor:
         for index in units:
             shard = self._copies.of(index, Role.PARAM)
             full = address if index == mine else self._land(shard)
-            storage = storage_at(full, shard.unit.param_bytes, HOST)
-            elements = view_at(storage, getattr(torch, shard.unit.dtype), 0, (shard.unit.numel,))
-            self.node.gather(elements, f"gather of {shard.unit.name}")
+            size_bytes = shard.unit.param_bytes  # as bytes: gloo does not know all dtypes of frozen parameters
+            whole = view_at(storage_at(full, size_bytes, HOST), torch.uint8, 0, (size_bytes,))
+            self.node.gather(whole, f"gather of {shard.unit.name}")
             self._counters.gathers += 1
             self._counters.gathers_for_others += index != mine
         return bool(units)
