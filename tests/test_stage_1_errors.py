@@ -198,7 +198,7 @@ def test_parameter_groups_are_compared() -> None:
 
 
 def drop_between(rank: int, stage: int) -> list[tuple[str, str]]:
-    """Let rank 1 drop its gradients between two micro-batches, then between two steps; return what comes of each."""
+    """Let rank 1 drop its gradients between two micro-batches, then between two steps; return what comes of each norm and step."""
     with engine_of(stage=stage) as engine:
         found = []
         for drops_between in (True, False):
@@ -206,7 +206,7 @@ def drop_between(rank: int, stage: int) -> list[tuple[str, str]]:
                 backward(engine)
                 if rank == 1 and drops_between and not micro_batch:
                     engine.optimizer.zero_grad()
-            found.append(error_of(engine.optimizer.step))
+            found += [error_of(lambda: engine.grad_norm), error_of(engine.optimizer.step)]
             if rank == 1:
                 engine.optimizer.zero_grad()
         backward(engine)
@@ -216,11 +216,12 @@ def drop_between(rank: int, stage: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_that_one_rank_has_dropped_are_missed_though_others_have_come(stage: int) -> None:
     text = (
-        "ranks: expected one value of the micro-batches of the gradients that wait in step 1 but got 2 on ranks 0, 2, "
+        "ranks: expected one value of the micro-batches of the gradients that wait in {} but got 2 on ranks 0, 2, "
         "1 on rank 1; give all ranks the same"
     )
+    refused = [("RanksError", text.format(where)) for where in ("norm after backward 2", "step 1")]
     for found in run(drop_between, WORLD, stage):
-        assert found == [("RanksError", text), ("nothing", ""), ("nothing", "")], found
+        assert found == [*refused, *[("nothing", "")] * 3], found
 
 
 def drop_and_load(rank: int, path: str) -> list[tuple[str, str]]:

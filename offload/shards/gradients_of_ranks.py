@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from offload.distributed.exchange import Part, parts_of
-from offload.distributed.ranks import Ranks
+from offload.distributed.ranks import Fact, Ranks
 from offload.distributed.rounds import Standing
 from offload.errors import StateError
 from offload.kernels import cpu_adam
@@ -86,10 +86,14 @@ class MicroBatch:
             arrived: per unit and slot, whether there is a sum.
 
         Raises:
-            RanksError: another rank has failed, ended or not come.
+            RanksError: another rank has failed, ended or not come, or other gradients wait there.
         """
         where = f"norm after {self.exchanges.where}"
-        self._ranks.agree(where)
+        facts: dict[str, Fact] = {"the micro-batches of the gradients that wait": self.exchanges.summed}
+        for index, unit in self._units.items():  # else ranks would send each other different numbers of bytes
+            flags = "".join("x" if flag else "." for flag in arrived[index])
+            facts[f"the gradients that wait of {unit.name}"] = flags
+        self._ranks.agree(where, facts)
         blocks = [self._blocks(rank, arrived) for rank in range(self._node.world)]
         longest = max(sum(count + 1 for count in of_rank.values()) for of_rank in blocks)
         mine = torch.zeros(max(longest, 1), dtype=torch.float64)
