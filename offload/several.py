@@ -26,6 +26,7 @@ from offload.memory import machine
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.module.refusals import refuse_ranks
+from offload.optim.copies import is_plain
 from offload.optim.progress import Progress
 from offload.optim.rules import Rule
 from offload.planning.choosing import AUTO
@@ -361,8 +362,8 @@ def facts_of_step(
         facts[f"what was written to {name}{_MASTERED if name in shared.mastered else ''}"] = digest
     for number, group in enumerate(groups):
         for name, value in group.items():
-            if name != "params":
-                plain = value.item() if isinstance(value, torch.Tensor) else value
+            plain = _plain(value)
+            if name != "params" and is_plain(plain):  # others decide on nothing, and may have another text on each rank
                 facts[f"{name} of parameter group {number}"] = repr(plain)
     if manager.gradients.any_arrived:  # which a rank may have dropped that has had others since
         facts["the micro-batches of the gradients that wait"] = shared.exchanges.summed
@@ -376,3 +377,10 @@ def facts_of_step(
             if scaled:
                 facts[f"what gradients of {unit.name} were multiplied by"] = ", ".join(scaled)
     return facts
+
+
+def _plain(value: Any) -> Any:
+    """Return an entry of a param group with numbers in place of what holds numbers."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value

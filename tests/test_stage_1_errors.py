@@ -171,7 +171,9 @@ def differ_in_groups(rank: int) -> dict[str, tuple[str, str]]:
         return engine_of(model, AdamW(rows))
 
     def add(first: int) -> tuple[str, str]:
-        engine.optimizer.add_param_group({"params": list(engine.module.parameters())[first : first + 2], "lr": 0.5})
+        mine = {"note": {rank}}  # of which the engine makes nothing
+        parameters = list(engine.module.parameters())[first : first + 2]
+        engine.optimizer.add_param_group({"params": parameters, "lr": 0.5, **mine})
         backward(engine)
         return error_of(engine.step)
 
@@ -198,7 +200,7 @@ def test_parameter_groups_are_compared() -> None:
 
 
 def drop_between(rank: int, stage: int) -> list[tuple[str, str]]:
-    """Let rank 1 drop its gradients between two micro-batches, then between two steps; return what comes of each norm and step."""
+    """Let rank 1 drop its gradients between two micro-batches, then between two steps; return what comes of it."""
     with engine_of(stage=stage) as engine:
         found = []
         for drops_between in (True, False):
