@@ -136,9 +136,10 @@ def refuse_options(world: int, optimizer: object, rule: Rule | None) -> None:
 
 
 def who_shares(ranks: Ranks, drives: Collection[int]) -> tuple[int, dict[int, int]]:
-    """Return how many ranks this machine has, and how many of them use each of this one's drives.
+    """Return how many processes share this machine, and how many of them use each of this one's drives.
 
-    A rank alone is one of as many processes as the launcher has started here: it may be apart from others.
+    They are those that train together, or as many as the launcher has started here, if these are more: some may be
+    apart, or in another group. Those may use each drive.
 
     Args:
         ranks: who train together.
@@ -147,17 +148,16 @@ def who_shares(ranks: Ranks, drives: Collection[int]) -> tuple[int, dict[int, in
     Raises:
         RanksError: another rank has failed, ended, not come, or is elsewhere.
     """
-    if ranks.world == 1:
-        text = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
-        count = max(int(text), 1) if text.isdecimal() else 1
-        return count, dict.fromkeys(drives, count)
     here, told = _number(machine.identity()), [*drives][: MOST_NUMBERS - 1]
     said = ranks.agree("making an engine", numbers=[here, *told]).numbers
     near = [set(named) for number, *named in said if number == here]
-    users = {drive: sum(drive in named for named in near) or len(near) for drive in drives}
+    started = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
+    others = max(int(started) - len(near), 0) if started.isdecimal() else 0
+    users = {drive: (sum(drive in named for named in near) or len(near)) + others for drive in drives}
     if len(near) > 1:
-        logger.info("budgets: %d ranks share this machine, so shares and defaults are of their part", len(near))
-    return len(near), users
+        count = len(near) + others
+        logger.info("budgets: %d ranks share this machine, so shares and defaults are of their part", count)
+    return len(near) + others, users
 
 
 def agree_on_options(

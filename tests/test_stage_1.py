@@ -6,6 +6,7 @@ import ctypes
 import math
 import re
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from several_ranks import Ended, Raised, run
 from torch import nn
 
 from offload import AdamW, BudgetError, Engine, RanksError
-from offload.distributed.ranks import OneRank
+from offload.distributed.ranks import Agreement, OneRank
 from offload.memory import limits, machine
 from offload.planning.roles import STATE_ROLES, Role
 from offload.several import who_shares
@@ -277,3 +278,15 @@ def test_an_engine_apart_has_its_part_of_what_the_launcher_has_started(monkeypat
     assert who_shares(OneRank(), [7]) == (1, {7: 1})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert who_shares(OneRank(), [7]) == (4, {7: 4})
+
+
+def test_a_group_has_its_part_of_what_the_launcher_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(OneRank):
+        """Both are on this machine; one has another drive."""
+
+        def agree(self, where: str, *_: object, numbers: Sequence[float] = (), **__: object) -> Agreement:
+            return Agreement(False, (tuple(numbers), (numbers[0], 8.0)))
+
+    assert who_shares(Two(), [7]) == (2, {7: 1})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert who_shares(Two(), [7]) == (4, {7: 3})
