@@ -61,10 +61,10 @@ class ThreadRanks:
     ) -> Agreement:
         places, wanted, said = zip(*self._meeting.share(self.rank, (where, wants, numbers)), strict=True)
         if any(wish is not None for wish in wanted):
-            return Agreement(False, said, wanted)
+            return Agreement(said, wanted)
         if len(set(places)) > 1:
             raise RanksError(f"in {sorted(set(places))}")
-        return Agreement(False, ())
+        return Agreement(())
 
     def gather(self, full: torch.Tensor, where: str) -> None:
         numel = full.numel() // self.world
@@ -294,7 +294,7 @@ def test_two_threads_of_a_rank_get_what_each_has_asked_for() -> None:
         conductor.agree("the end")  # behind what the other one has begun
         return agreement
 
-    assert together(2, set(), act) == [Agreement(False, ())] * 2
+    assert together(2, set(), act) == [Agreement(())] * 2
 
 
 def test_who_closes_behind_a_block_fails_nobody_where_the_thread_has_yet_to_notice_its_end() -> None:

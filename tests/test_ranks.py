@@ -38,7 +38,6 @@ records = st.builds(
     texts,
     st.binary(min_size=32, max_size=32),
     st.booleans(),
-    st.booleans(),
     st.integers(0, 2**32 - 1),
     st.lists(st.floats(allow_nan=False), max_size=MOST_NUMBERS).map(tuple),
     st.none() | st.integers(0, 2**16 - 2),
@@ -53,17 +52,17 @@ def test_a_record_says_what_it_was_told(record: Record) -> None:
 
 
 def test_a_long_place_is_cut_and_still_compared() -> None:
-    record = Record("ö" * 300, bytes(32), False, False, 0, ())
+    record = Record("ö" * 300, bytes(32), False, 0, ())
     assert Record.unpack(record.pack()).where == "ö" * 80
 
 
 def test_more_numbers_than_fit_are_a_mistake() -> None:
     with pytest.raises(InternalError, match=f"at most {MOST_NUMBERS} numbers"):
-        Record("", bytes(32), False, False, 0, (0.0,) * (MOST_NUMBERS + 1)).pack()
+        Record("", bytes(32), False, 0, (0.0,) * (MOST_NUMBERS + 1)).pack()
 
 
 def said(where: str, **facts: Any) -> Record:
-    return Record(where, digest_of(facts), False, False, 0, ())
+    return Record(where, digest_of(facts), False, 0, ())
 
 
 def test_facts_have_no_order() -> None:
@@ -83,8 +82,8 @@ def test_places_come_before_facts() -> None:
 def test_one_rank_agrees_with_itself() -> None:
     ranks: Ranks = open_ranks()
     assert isinstance(ranks, OneRank) and (ranks.rank, ranks.world) == (0, 1)
-    agreement = ranks.agree("here", {"a": 1}, stop=True, numbers=[2.0])
-    assert agreement.stop and agreement.numbers == ((2.0,),)
+    agreement = ranks.agree("here", {"a": 1}, numbers=[2.0])
+    assert agreement.numbers == ((2.0,),)
     with pytest.raises(ConfigError, match="mine"):
         ranks.agree("here", error=ConfigError("mine"))
     values = torch.arange(4.0)
@@ -103,8 +102,8 @@ def test_one_rank_agrees_with_itself() -> None:
 def agree_on_things(rank: int) -> list[Any]:
     ranks = open_ranks()
     found: list[Any] = []
-    agreement = ranks.agree("step 1", {"lr": 0.1}, numbers=[rank, 10.0 * rank], stop=rank == 1)
-    found.append((agreement.stop, agreement.numbers))
+    agreement = ranks.agree("step 1", {"lr": 0.1}, numbers=[rank, 10.0 * rank])
+    found.append(agreement.numbers)
     for facts, where in (({"lr": rank // 2, "eps": 1}, "step 2"), ({}, f"place {rank % 2}")):
         try:
             ranks.agree(where, facts)
@@ -124,7 +123,7 @@ def agree_on_things(rank: int) -> list[Any]:
     ranks.swap(received, torch.arange(2.0 * ranks.world).view(-1, 2) + 100 * rank, "a swap")
     found.append(received.tolist())
     again = open_ranks()  # a second engine has words and groups of its own
-    found.append(again.agree("step 1").stop)
+    found.append(again.agree("step 1", numbers=[rank]).numbers)
     again.close()
     again.close()
     ranks.agree("the end")
@@ -137,8 +136,8 @@ def test_ranks_agree_and_send_each_other_what_they_have(world: int) -> None:
     every = run(agree_on_things, world)
     for rank, found in enumerate(every):
         assert not isinstance(found, (Raised, Ended)), found
-        stop, facts, places, failed, gathered, rows, swapped, again = found
-        assert stop == (True, tuple((float(r), 10.0 * r) for r in range(world)))
+        numbers, facts, places, failed, gathered, rows, swapped, again = found
+        assert numbers == tuple((float(r), 10.0 * r) for r in range(world))
         last = "1 on rank 2" if world == 3 else "1 on ranks 2, 3"
         assert facts == (
             f"ranks: expected one value of lr in step 2 but got 0 on ranks 0, 1, {last}; give all ranks the same"
@@ -148,7 +147,7 @@ def test_ranks_agree_and_send_each_other_what_they_have(world: int) -> None:
         assert gathered == ([float(r + 1) for r in range(world) for _ in range(3)], True)
         assert rows == [[r, 7] for r in range(world)]
         assert swapped == [[100.0 * r + 2 * rank, 100.0 * r + 2 * rank + 1] for r in range(world)]
-        assert again is False
+        assert again == tuple((float(r),) for r in range(world))
 
 
 def agree_in_a_part(rank: int) -> Any:

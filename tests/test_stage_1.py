@@ -285,7 +285,7 @@ def test_a_group_has_its_part_of_what_the_launcher_has_started(monkeypatch: pyte
         """Both are on this machine; one has another drive."""
 
         def agree(self, where: str, *_: object, numbers: Sequence[float] = (), **__: object) -> Agreement:
-            return Agreement(False, (tuple(numbers), (numbers[0], 8.0)))
+            return Agreement((tuple(numbers), (numbers[0], 8.0)))
 
     assert who_shares(Two(), [7]) == (2, {7: 1})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

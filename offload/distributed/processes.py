@@ -217,7 +217,6 @@ class Processes:
         where: str,
         facts: Mapping[str, Fact] | None = None,
         *,
-        stop: bool = False,
         numbers: Sequence[float] = (),
         error: BaseException | None = None,
         wants: int | None = None,
@@ -225,13 +224,13 @@ class Processes:
         """Meet all ranks in one place; see :meth:`Ranks.agree`."""
         facts = facts or {}
         detail = detail_of(facts, error)
-        mine = Record(where, digest_of(facts), stop, error is not None, len(detail), tuple(numbers), wants)
+        mine = Record(where, digest_of(facts), error is not None, len(detail), tuple(numbers), wants)
         records = [Record.unpack(row) for row in self._gather_bytes(mine.pack(), RECORD_BYTES, where)]
         wanted = tuple(record.wants for record in records)
         wishes = any(wish is not None for wish in wanted)  # first: a rank that has failed takes part, too
         if wishes or all_agree(records):
             numbers_of_all = tuple(record.numbers for record in records)
-            return Agreement(any(record.stop for record in records), numbers_of_all, wanted if wishes else ())
+            return Agreement(numbers_of_all, wanted if wishes else ())
         most = max(record.detail_bytes for record in records)
         rows = self._gather_bytes(detail, most, where)
         if error is not None:

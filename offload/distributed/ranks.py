@@ -23,12 +23,10 @@ class Agreement:
     """What all ranks have said in one place.
 
     Attributes:
-        stop: one of them was asked to stop, by Ctrl-C.
         numbers: what each has said, by rank.
         wanted: by rank, what each wants that has not come to the place yet; empty where all have come.
     """
 
-    stop: bool
     numbers: tuple[tuple[float, ...], ...]
     wanted: tuple[int | None, ...] = ()
 
@@ -72,7 +70,6 @@ class Ranks(Protocol):
         where: str,
         facts: Mapping[str, Fact] | None = None,
         *,
-        stop: bool = False,
         numbers: Sequence[float] = (),
         error: BaseException | None = None,
         wants: int | None = None,
@@ -84,7 +81,6 @@ class Ranks(Protocol):
         Args:
             where: the place, for errors; the same on all ranks.
             facts: what must be the same on all ranks, by name.
-            stop: this rank was asked to stop.
             numbers: what the others are to know, at most :data:`offload.distributed.records.MOST_NUMBERS`.
             error: why this rank cannot go on.
             wants: what this rank wants of all before it comes to a place: a number that all understand, below
@@ -177,7 +173,6 @@ class OneRank:
         where: str,
         facts: Mapping[str, Fact] | None = None,
         *,
-        stop: bool = False,
         numbers: Sequence[float] = (),
         error: BaseException | None = None,
         wants: int | None = None,
@@ -185,7 +180,7 @@ class OneRank:
         """Return what was said, or raise `error`."""
         if error is not None:
             raise error
-        return Agreement(stop, (tuple(numbers),), () if wants is None else (wants,))
+        return Agreement((tuple(numbers),), () if wants is None else (wants,))
 
     def gather(self, full: torch.Tensor, where: str) -> None:
         """Do nothing: all of it is in place."""

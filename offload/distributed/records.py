@@ -19,7 +19,6 @@ RECORD_BYTES = 512
 MOST_NUMBERS = 32
 _PLACE_BYTES = 160
 _LAYOUT = struct.Struct(f"<{_PLACE_BYTES}s32sBBHI{MOST_NUMBERS}d")
-_STOP, _ERROR = 1, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Record:
     Attributes:
         where: the place it is in.
         digest: of its facts.
-        stop: it was asked to stop.
         failed: it cannot go on.
         detail_bytes: of what it says more, if that is asked for.
         numbers: that the others are to know.
@@ -38,7 +36,6 @@ class Record:
 
     where: str
     digest: bytes
-    stop: bool
     failed: bool
     detail_bytes: int
     numbers: tuple[float, ...]
@@ -48,20 +45,18 @@ class Record:
         """Return the record as :data:`RECORD_BYTES` bytes."""
         if len(self.numbers) > MOST_NUMBERS:
             raise InternalError(f"agreement: expected at most {MOST_NUMBERS} numbers but got {len(self.numbers)}")
-        flags = _STOP * self.stop | _ERROR * self.failed
         padded = (*self.numbers, *[0.0] * (MOST_NUMBERS - len(self.numbers)))
         place = self.where.encode()[:_PLACE_BYTES]
         wish = 0 if self.wants is None else self.wants + 1
-        head = _LAYOUT.pack(place, self.digest, flags, len(self.numbers), wish, self.detail_bytes, *padded)
+        head = _LAYOUT.pack(place, self.digest, self.failed, len(self.numbers), wish, self.detail_bytes, *padded)
         return head.ljust(RECORD_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
         """Return the record that :meth:`pack` made."""
-        place, digest, flags, count, wish, detail, *numbers = _LAYOUT.unpack_from(data)
+        place, digest, failed, count, wish, detail, *numbers = _LAYOUT.unpack_from(data)
         where = place.rstrip(b"\0").decode(errors="ignore")
-        stop, failed, wants = bool(flags & _STOP), bool(flags & _ERROR), wish - 1 if wish else None
-        return cls(where, digest, stop, failed, detail, tuple(numbers[:count]), wants)
+        return cls(where, digest, bool(failed), detail, tuple(numbers[:count]), wish - 1 if wish else None)
 
 
 def digest_of(facts: Mapping[str, Fact]) -> bytes:

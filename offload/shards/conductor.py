@@ -187,7 +187,6 @@ class Conductor:
         where: str,
         facts: Mapping[str, Fact] | None = None,
         *,
-        stop: bool = False,
         numbers: Sequence[float] = (),
         error: BaseException | None = None,
         wants: int | None = None,
@@ -202,7 +201,7 @@ class Conductor:
                     if any(wish != ARRIVED for wish in here.wanted):
                         self._serve(here)
                         continue
-                agreement = self._ranks.agree(where, facts, stop=stop, numbers=numbers, error=error)
+                agreement = self._ranks.agree(where, facts, numbers=numbers, error=error)
                 if not agreement.wanted:
                     return agreement
                 self._serve(agreement)
