@@ -362,8 +362,7 @@ def facts_of_step(
         facts[f"what was written to {name}{_MASTERED if name in shared.mastered else ''}"] = digest
     for number, group in enumerate(groups):
         for name, value in group.items():
-            plain = _plain(value)
-            if name != "params" and is_plain(plain):  # others decide on nothing, and may have another text on each rank
+            if name != "params" and is_plain(plain := _plain(value)):  # others have another text on each rank
                 facts[f"{name} of parameter group {number}"] = repr(plain)
     if manager.gradients.any_arrived:  # which a rank may have dropped that has had others since
         facts["the micro-batches of the gradients that wait"] = shared.exchanges.summed
