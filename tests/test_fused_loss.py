@@ -124,11 +124,15 @@ def test_an_address_in_backward_is_refused_where_nothing_is(tmp_path: Path) -> N
 
 
 def test_an_address_outside_of_forwards_brings_nothing(tmp_path: Path) -> None:
+    """The first forward's units are on their way meanwhile, as many as the device has room for."""
     model = Two()
     with offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
-        read = engine.stats().links["nvme_read"].bytes
+        total = sum(unit.param_bytes for unit in engine.plan.request.units)
         assert len({parameter.data_ptr() for parameter in model.parameters()}) == 16
-        assert engine.stats().links["nvme_read"].bytes == read
+        assert engine.stats().links["nvme_read"].bytes < total
+        for parameter in model.parameters():
+            parameter.sum()
+        assert engine.stats().links["nvme_read"].bytes >= total
 
 
 class Counted(nn.Sequential):
