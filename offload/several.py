@@ -34,6 +34,7 @@ from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Where
+from offload.shards.gradients_of_ranks import facts_of_waiting
 from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 from offload.stats import Counters
@@ -366,15 +367,13 @@ def facts_of_step(
                 facts[f"{name} of parameter group {number}"] = repr(plain)
     if manager.gradients.any_arrived:  # which a rank may have dropped that has had others since
         facts["the micro-batches of the gradients that wait"] = shared.exchanges.summed
-    factor_of = factors()
-    for unit in manager.units:
-        if unit.trainable:
-            flags = manager.gradients.arrived(unit.index)
-            facts[f"the gradients that wait of {unit.name}"] = "".join("x" if flag else "." for flag in flags)
-            known = [(slot.name, factor_of.get((unit.index, number), 1.0)) for number, slot in enumerate(unit.slots)]
-            scaled = [f"{name} by {factor!r}" for name, factor in known if factor != 1.0]
-            if scaled:
-                facts[f"what gradients of {unit.name} were multiplied by"] = ", ".join(scaled)
+    factor_of, trained = factors(), [unit for unit in manager.units if unit.trainable]
+    facts |= facts_of_waiting(trained, manager.gradients.arrived)
+    for unit in trained:
+        known = [(slot.name, factor_of.get((unit.index, number), 1.0)) for number, slot in enumerate(unit.slots)]
+        scaled = [f"{name} by {factor!r}" for name, factor in known if factor != 1.0]
+        if scaled:
+            facts[f"what gradients of {unit.name} were multiplied by"] = ", ".join(scaled)
     return facts
 
 

@@ -34,6 +34,19 @@ from offload.stats import Counters
 _SUM_BYTES = 4  # of an element of a sum
 
 
+def facts_of_waiting(units: Iterable[Unit], arrived: Callable[[int], Sequence[bool]]) -> dict[str, Fact]:
+    """Return which gradients wait, of units that are trained: all ranks should have the same.
+
+    Args:
+        units: that are trained.
+        arrived: returns per slot of a unit whether there is a gradient.
+    """
+    return {
+        f"the gradients that wait of {unit.name}": "".join("x" if flag else "." for flag in arrived(unit.index))
+        for unit in units
+    }
+
+
 class MicroBatch:
     """A micro-batch's gradients of all ranks. See the module's text.
 
@@ -89,11 +102,9 @@ class MicroBatch:
             RanksError: another rank has failed, ended or not come, or other gradients wait there.
         """
         where = f"norm after {self.exchanges.where}"
-        facts: dict[str, Fact] = {"the micro-batches of the gradients that wait": self.exchanges.summed}
-        for index, unit in self._units.items():  # else ranks would send each other different numbers of bytes
-            flags = "".join("x" if flag else "." for flag in arrived[index])
-            facts[f"the gradients that wait of {unit.name}"] = flags
-        self._ranks.agree(where, facts)
+        summed: dict[str, Fact] = {"the micro-batches of the gradients that wait": self.exchanges.summed}
+        # Else ranks would send each other different numbers of bytes.
+        self._ranks.agree(where, {**summed, **facts_of_waiting(self._units.values(), arrived.__getitem__)})
         blocks = [self._blocks(rank, arrived) for rank in range(self._node.world)]
         longest = max(sum(count + 1 for count in of_rank.values()) for of_rank in blocks)
         mine = torch.zeros(max(longest, 1), dtype=torch.float64)
