@@ -95,7 +95,9 @@ class Kept(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        return upstream[0] @ read_there(ctx.weight), None
+        if ctx.weight.isfinite().all():  # which has brought it
+            return upstream[0] @ read_there(ctx.weight), None
+        raise AssertionError("stand-in")
 
 
 class Two(nn.Module):
@@ -117,7 +119,7 @@ def test_an_address_in_backward_is_refused_where_nothing_is(tmp_path: Path) -> N
     model = Two()
     with offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
         loss = engine(torch.ones(2, WIDTH))
-        with pytest.raises(
+        with pytest.raises(  # whether it happens to be there or not
             StateError, match=r"parameter layers\.1\.weight .*data_ptr in a backward.*save_for_backward"
         ):
             engine.backward(loss)

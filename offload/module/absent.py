@@ -71,7 +71,7 @@ class Keeper(Protocol):
         """Let ``parameter.data_ptr()`` be where its bytes are until the forward under way ends: a kernel reads there.
 
         Raises:
-            StateError: a backward pass wants it, and the bytes are elsewhere.
+            StateError: a backward pass wants it, and the bytes do not stay on the device.
         """
 
     def in_forward(self) -> bool:

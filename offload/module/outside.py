@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload.errors import BudgetError, StateError
+from offload.memory.budget import Tier
 from offload.module.absent import owners
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
@@ -164,7 +165,7 @@ class OutsideAccess:
 
         Raises:
             BudgetError: the device has no room for it beside what the forward has lent so far.
-            StateError: a backward pass wants it, and the bytes are elsewhere.
+            StateError: a backward pass wants it, and the bytes do not stay on the device.
         """
         indices = self._binding.units_of([parameter])
         if self.in_forward():
@@ -176,11 +177,14 @@ class OutsideAccess:
                     f"ends; id(parameter) tells parameters apart without that: {error}",
                     budgets=error.budgets,
                 ) from error
-        elif in_backward() and not all(map(self._binding.is_bound, indices)):
+        elif in_backward() and not all(map(self._stays, indices)):  # what is there by chance may leave at any time
             raise StateError(
                 f"parameter {self.describe(parameter)}: data_ptr in a backward pass expected memory that stays where "
                 "it is; keep the parameter by ctx.save_for_backward in forward, and take what that returns"
             )
+
+    def _stays(self, index: int) -> bool:
+        return self._manager.tiers.plan.homes[index].param is Tier.DEVICE and self._binding.is_bound(index)
 
     def in_forward(self) -> bool:
         """Tell whether this thread is in a forward of the module."""
