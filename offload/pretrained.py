@@ -30,8 +30,8 @@ def load_pretrained(
     """Return an engine with a model of transformers that is loaded from safetensors straight into its tiers.
 
     The same as ``Engine(cls.from_pretrained(path, dtype=dtype, **model_options), optimizer, **options)``, with the same
-    bits, for models that do not fit in memory. transformers logs what is missing or unexpected, and initialises what is
-    missing. The module is in evaluation mode, as ``from_pretrained`` leaves it: to train, call ``engine.train()``.
+    bits, for models that do not fit in memory. What is unexpected or missing is logged; the latter is initialised.
+    The module is in evaluation mode, as ``from_pretrained`` leaves it: to train, call ``engine.train()``.
 
     Args:
         path: a folder with ``config.json`` and ``model.safetensors``, or shards with their index.

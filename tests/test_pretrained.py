@@ -181,6 +181,34 @@ def test_legacy_names_and_other_heads(tmp_path: Path, caplog: pytest.LogCaptureF
         hf.logging.disable_propagation()
     assert "MISSING" in caplog.text and "classifier.weight" in caplog.text
     assert "UNEXPECTED" in caplog.text and "stray" in caplog.text
+    own = [record.getMessage().split(": ", 1)[1] for record in caplog.records if record.name.startswith("offload.")]
+    assert own == [
+        "no file has the values of bert.pooler.dense.bias in BertForSequenceClassification (4 in all): they begin at "
+        "random",
+        "BertForSequenceClassification has no place for cls.predictions.bias (6 in all): it is trained, and saved, "
+        "without that",
+    ]
+
+
+def test_the_text_part_of_a_model_that_sees(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where an Auto class takes a part of a model, its config is that of the part, as in transformers."""
+    text: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 2}
+    seen: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
+    seen |= {"num_attention_heads": 2, "patch_size": 14, "vision_output_dim": 32}
+    seen |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    config = hf.Llama4Config(text_config={"vocab_size": 64, **text}, vision_config=seen)
+    hf.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    plain = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    options = everything_on_device()
+    with load_pretrained(tmp_path / "whole", cls=hf.AutoModelForCausalLM, **options) as engine:
+        assert type(engine.module) is type(plain)
+        assert_same_tensors(engine.state_dict(), dict(plain.state_dict()))
+        engine.save_pretrained(tmp_path / "part")
+    assert "Llama4ForCausalLM has no place for multi_modal_projector.linear_1.weight" in caplog.text
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "part")
+    assert type(again) is type(plain)
+    assert_same_tensors(dict(again.state_dict()), dict(plain.state_dict()))
 
 
 def test_other_shapes_are_refused(tmp_path: Path) -> None:

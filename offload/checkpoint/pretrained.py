@@ -11,8 +11,9 @@ Owns the way from a folder to a model on the meta device and the :class:`Weights
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from offload.checkpoint.deferred import DeferredTensor, Kept, Unread, uncast, wh
 from offload.checkpoint.safetensors_files import FileReader, OpenFiles, find_tensors
 from offload.classes import import_transformers, is_a
 from offload.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 ADAPTED = ".base_layer"  # part of a parameter's name that an adapter of PEFT has put there
 
@@ -78,7 +81,8 @@ def read_pretrained(
     config = rest.pop("config", None)
     if config is None:
         config, rest = transformers.AutoConfig.from_pretrained(path, return_unused_kwargs=True, **rest)
-    model = _load(_kind(kind, config, path, transformers), config, found, path, {**rest, "dtype": dtype})
+    model, info = _load(_kind(kind, config, path, transformers), config, found, path, {**rest, "dtype": dtype})
+    tell_differences(path, model, info)
     model.config.name_or_path = os.fspath(path)
     model.name_or_path = os.fspath(path)
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
@@ -96,7 +100,7 @@ def find_weights(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
     base: Any = next((part for part in model.modules() if is_a(part, "transformers", "PreTrainedModel")), None)
     if base is None:
         return _by_name(model, found, files, path)
-    loaded = _load(type(base), base.config, found, path, {"dtype": base.dtype})
+    loaded, _ = _load(type(base), base.config, found, path, {"dtype": base.dtype})
     names = {name.replace(ADAPTED, ""): tensor for name, tensor in base.named_parameters(remove_duplicate=False)}
     weights = Weights({}, [], files, Kept())
     values = dict(loaded.named_parameters(remove_duplicate=False))
@@ -142,15 +146,29 @@ def _kind(kind: type | None, config: Any, path: str | os.PathLike[str], transfor
     return kind
 
 
+def tell_differences(path: str | os.PathLike[str], model: nn.Module, info: Mapping[str, Collection[str]]) -> None:
+    """Log which tensors a folder and its model have not in common, as ``from_pretrained`` tells with the model."""
+    missing, others = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    name = type(model).__name__
+    if missing:
+        text = "%s: no file has the values of %s in %s (%d in all): they begin at random"
+        logger.warning(text, path, missing[0], name, len(missing))
+    if others:
+        text = "%s: %s has no place for %s (%d in all): it is trained, and saved, without that"
+        logger.warning(text, path, name, others[0], len(others))
+
+
 def _load(
     kind: Any, config: Any, found: dict[str, torch.Tensor], path: str | os.PathLike[str], options: dict[str, Any]
-) -> Any:
-    """Let transformers load deferred tensors."""
+) -> tuple[Any, Mapping[str, Collection[str]]]:
+    """Let transformers load deferred tensors; returns the model, and what it has not in common with the files."""
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{path}: expected weights that are not quantized but config.json has a quantization_config; load it with "
             "from_pretrained, and pass it to offload.Engine"
         )
+    if config.sub_configs.get("text_config") is kind.config_class is not None:  # as an Auto class does: of a part
+        config = config.get_text_config()
     ignore = bool(options.pop("ignore_mismatched_sizes", False))
     model, report = kind.from_pretrained(
         None,
@@ -167,7 +185,7 @@ def _load(
             f"{len(report['mismatched_keys']) - 1} others; pass model_options={{'ignore_mismatched_sizes': True}} to "
             "offload.load_pretrained to initialise them anew"
         )
-    return model
+    return model, report
 
 
 def _detached(model: Any, files: OpenFiles) -> Weights:

@@ -87,14 +87,17 @@ def read_causal_model(folder: Path) -> tuple[torch.nn.Module, Weights | None]:
     """
     from transformers import AutoModelForCausalLM
 
-    from offload.checkpoint.pretrained import read_pretrained
+    from offload.checkpoint.pretrained import read_pretrained, tell_differences
 
     try:
         whole = _why_whole(folder)
         if whole is None:
             return read_pretrained(folder, AutoModelForCausalLM, "auto", {})
         _require_memory(folder, whole)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True), None
+        options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+        tell_differences(folder, model, info)
+        return model, None
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
