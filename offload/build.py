@@ -30,6 +30,7 @@ from offload.checkpoint.run_files import RunFacts, RunFiles
 from offload.checkpoint.writing_home import ParameterWriter
 from offload.config import Config
 from offload.distributed.ranks import Ranks
+from offload.distributed.together import Together
 from offload.errors import BudgetError
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
@@ -203,7 +204,7 @@ def build(
     manager = open_tiers(
         plan, config, device, budgets, binding, counters, calls.deferral, calls.record, there_bytes, ranks
     )
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, Together(manager.tiers.ranks, "making an engine") as together:
         unloaded: dict[int, list[torch.Tensor]] = {}
         undo.callback(loader.give_back, unloaded)
         undo.callback(manager.close)
@@ -240,6 +241,7 @@ def build(
         tensors.attach()
         loader.move_buffers(place, hooks.saved)
         manager.prefetch()
+        together.end()  # all have one, or all undo theirs: what they give back is in slices, perhaps
         undo.pop_all()
     logger.info("plan:\n%s", plan)
     return Parts(

@@ -21,6 +21,7 @@ from offload.checkpoint.format.folder import Folder, first_whole
 from offload.checkpoint.format.index import DamagedError
 from offload.checkpoints import Checkpoints
 from offload.config import Config
+from offload.distributed.together import Together
 from offload.durable import DurableRun, Resumed
 from offload.errors import CheckpointError, ConfigError, StateError
 from offload.importing import import_checkpoint
@@ -237,6 +238,18 @@ class EngineRuns:
         if durable is None:
             return None
         durable.open(state, self._parts, self._life)
+        with Together(self._parts.ranks, "going on with a run") as together:
+            source = self._find_source(durable)
+            together.end()
+        if source is None:
+            logger.info("run_dir %s: there was no run; a new one begins", self.config.paths()[0])
+            self._tell_of_checkpoints()
+            return None
+        logger.info("run_dir %s: goes on from step %d, of %s", self.config.paths()[0], self._steps, source)
+        return Resumed(self._steps, durable.client_state, source, time.perf_counter() - begin)
+
+    def _find_source(self, durable: DurableRun) -> str | None:
+        """Restore what the engine goes on with; returns where that was, None where there is nothing."""
         source = str(self.config.paths()[0]) if durable.restore() else None
         if self.config.checkpoint_dir is not None and self.config.resume is not False:
             source = self._load_newer(self.config.checkpoint_dir, source)
@@ -245,12 +258,7 @@ class EngineRuns:
                 f"run_dir {self.config.paths()[0]}: resume=True expects a run there, or a checkpoint, but there is "
                 'none; pass resume="auto" to begin one'
             )
-        if source is None:
-            logger.info("run_dir %s: there was no run; a new one begins", self.config.paths()[0])
-            self._tell_of_checkpoints()
-            return None
-        logger.info("run_dir %s: goes on from step %d, of %s", self.config.paths()[0], self._steps, source)
-        return Resumed(self._steps, durable.client_state, source, time.perf_counter() - begin)
+        return source
 
     def _load_newer(self, directory: str | Path, run: str | None) -> str | None:
         """Load the newest whole checkpoint, if it has more steps than the `run` that was found; returns the source.

@@ -15,6 +15,8 @@ from test_rank_checkpoint_errors import error_of, instead
 from test_stage_1 import batch, net, options
 
 from offload import AdamW, Engine
+from offload.checkpoint.format.index import Index
+from offload.checkpoints import Checkpoints
 from offload.optim.recipe import Recipe
 from swap import SwapStore, marks_of
 
@@ -303,3 +305,16 @@ def test_a_checkpoint_that_is_ahead_of_the_run_is_taken(tmp_path: Path) -> None:
         assert not isinstance(two, (Raised, Ended)), two
         assert (one["resumed"], two["resumed"], three["resumed"]) == (None, 2, 4)
         assert two["digests"] == every[0]["digests"] != one["digests"]
+
+
+def be_damaged(rank: int, path: str) -> tuple[str, str]:
+    """Let rank 1 alone find no whole checkpoint, when its engine is made already."""
+    if rank == 1:
+        Checkpoints.newer = staticmethod(lambda *_: Index.read(Path(path) / "none"))  # type: ignore[method-assign]
+    return error_of(lambda: begin("bfloat16-float32-nvme", path, WORLD, 3, checkpoint_dir=f"{path}/saved"))
+
+
+def test_a_rank_that_cannot_go_on_is_told_to_all(tmp_path: Path) -> None:
+    every = run(be_damaged, WORLD, str(tmp_path))
+    assert every[1][0] == "CheckpointError", every
+    assert every[0] == every[2] == ("RanksError", f"rank 1: CheckpointError: {every[1][1]}"), every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 import signal
@@ -20,7 +21,11 @@ from offload import AdamW, Engine, several
 from offload.distributed.processes import Processes, open_ranks
 from offload.memory.arena import HostArena
 from offload.memory.budget import Tier
+from offload.module.absent import is_lost
+from offload.module.hooks import Hooks
+from offload.shards import manager
 from offload.torch_private import start_all_gather
+from swap import SwapFullError
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 
@@ -219,3 +224,42 @@ def test_what_differs_is_named_on_all_ranks() -> None:
         assert found["not by all"][0] == "StateError" and "parameter layers.0.weight" in found["not by all"][1]
         assert found["closed"][0] == ("StateError" if rank == 1 else "RanksError")
         assert rank == 1 or "closing on rank 1" in found["closed"][1], found["closed"]
+
+
+def fail_while_made(rank: int, how: str) -> tuple[tuple[str, str], list[int]]:
+    """Let rank 1 fail in the midst of making its engine; return what each rank is told, and which layers it has not."""
+    with torch.device("meta" if how == "initialised" else "cpu"):
+        model = Chain()
+    before = [layer.weight.detach().clone() for layer in model.layers]
+    calls = LAYERS // 2 if how == "loaded" else 0
+
+    def fail(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == LAYERS // 2 + 1:
+            raise SwapFullError("a bad day")
+        return real(*args, **options)
+
+    if how == "written":  # the others write theirs
+        manager.stream = functools.partial(fail, manager.stream)
+    if how == "loaded":
+        Hooks.attach = functools.partialmethod(lambda self, real: fail(real, self), Hooks.attach)
+    more = {"init_weights": functools.partial(fail, nn.Linear.reset_parameters)} if how == "initialised" else {}
+    error = error_of(lambda: engine_of(model, **more))
+
+    def is_as_before(index: int) -> bool:
+        weight = model.layers[index].weight
+        return not is_lost(weight) and (before[index].is_meta or torch.equal(weight, before[index]))
+
+    return error, [index for index in range(LAYERS) if not is_as_before(index)]
+
+
+@pytest.mark.parametrize("how", ["initialised", "written", "loaded"])
+def test_a_rank_that_fails_while_its_engine_is_made_is_told_to_all(how: str) -> None:
+    for rank, found in enumerate(run(fail_while_made, WORLD, how)):
+        assert not isinstance(found, (Raised, Ended)), found
+        error, lost = found
+        assert error == (
+            ("SwapFullError", "a bad day") if rank == 1 else ("RanksError", "rank 1: SwapFullError: a bad day")
+        )
+        assert lost == ([LAYERS // 2] if how == "written" and rank != 1 else []), (rank, lost)
