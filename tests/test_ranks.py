@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from resource import RUSAGE_SELF, getrusage
 from typing import Any
 
 import pytest
@@ -148,6 +149,46 @@ def test_ranks_agree_and_send_each_other_what_they_have(world: int) -> None:
         assert rows == [[r, 7] for r in range(world)]
         assert swapped == [[100.0 * r + 2 * rank, 100.0 * r + 2 * rank + 1] for r in range(world)]
         assert again == tuple((float(r),) for r in range(world))
+
+
+def gather_much(rank: int) -> tuple[list[bool], int]:
+    """Return of each rank's part whether it has come, and by how much the gather has raised the peak of memory."""
+
+    def draw(into: torch.Tensor, seed: int) -> torch.Tensor:
+        return into.random_(generator=torch.Generator().manual_seed(seed))
+
+    ranks = open_ranks()
+    full = torch.ones(ranks.world, (64 << 20) // ranks.world + 1, dtype=torch.uint8)
+    draw(full[rank], rank)
+    before = getrusage(RUSAGE_SELF).ru_maxrss
+    ranks.gather(full.view(-1), "a gather")
+    grown_bytes = (getrusage(RUSAGE_SELF).ru_maxrss - before) << 10
+    came = [torch.equal(part, draw(torch.empty_like(part), other)) for other, part in enumerate(full)]
+    ranks.agree("the end")
+    ranks.close()
+    return came, grown_bytes
+
+
+def test_a_gather_takes_little_memory_beside_where_it_goes() -> None:
+    for found in run(gather_much, 3):
+        assert not isinstance(found, (Raised, Ended)), found
+        came, grown_bytes = found
+        assert came == [True] * 3 and grown_bytes < 32 << 20, found
+
+
+def gather_what_gloo_does_not_know(rank: int) -> str:
+    ranks = open_ranks()
+    try:
+        ranks.gather(torch.zeros(3, dtype=torch.complex64), "a gather")
+    except RanksError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_gloo_cannot_do_is_no_lost_connection() -> None:
+    text = "ranks: expected all in one place but gloo failed (Invalid scalar type): ranks 0, 1, 2 waiting in a gather; "
+    every = run(gather_what_gloo_does_not_know, 3)
+    assert all(isinstance(found, str) and found.startswith(text) for found in every), every
 
 
 def agree_in_a_part(rank: int) -> Any:
@@ -321,7 +362,7 @@ def interrupt_at_the_start(rank: int) -> Any:
 
         processes.start_all_gather = begin
         with pytest.raises(KeyboardInterrupt):
-            ranks.gather(torch.zeros(2 << 10), "an exchange")
+            ranks.gather_from_all(torch.zeros(1 << 10), "an exchange")
     ranks.close()
     return ranks.unfinished
 

@@ -13,7 +13,8 @@ import ctypes
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -45,6 +46,9 @@ CENSUS_S = 0.3  # in which all who wait say where
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 _CLOSED = "ranks: closed"
 _TOLD = "_offload_told"  # attribute of an error: those through whom all were told of it
+_PIECES, _LEAST_PIECE_BYTES = 16, 1 << 20  # of a gather: gloo has a copy of those that are on their way
+_AT_A_TIME = 2  # pieces: the link has one while this rank sees that the other has come
+_TRANSPORT = "gloo/transport/"  # in what gloo says of a connection
 _GROUP_TIMEOUT = 4  # times the deadline: gloo's own is only for what nobody waits for any more
 _LONGEST_TIMEOUT_S = 20 * 86400.0  # of gloo's own
 _LONGER = "; if it is only late, pass a longer one to init_process_group, as timeout=timedelta(hours=2)"
@@ -251,9 +255,15 @@ class Processes:
 
     def gather(self, full: torch.Tensor, where: str) -> None:
         """Fill `full`, of which this rank's part is in place; see :meth:`Ranks.gather`."""
-        numel = full.numel() // self.world
-        own = full[self.rank * numel : (self.rank + 1) * numel]
-        self._run(where, lambda groups: start_all_gather(groups[-1], full, own), own.nbytes * (self.world - 1))
+        rows = full.view(self.world, full.numel() // self.world)
+        step = max(-(-rows.shape[1] // _PIECES), _LEAST_PIECE_BYTES // full.itemsize)
+
+        def start(groups: Sequence[Any]) -> Iterator[Any]:
+            for begin in range(0, rows.shape[1], step):
+                pieces = list(rows[:, begin : begin + step])
+                yield groups[-1].allgather([pieces], [pieces[self.rank]])
+
+        self._run(where, start, rows[0].nbytes * (self.world - 1))
 
     def gather_from_all(self, mine: torch.Tensor, where: str) -> torch.Tensor:
         """Return (world, n) of each rank's (n,); see :meth:`Ranks.gather_from_all`."""
@@ -262,12 +272,12 @@ class Processes:
     def swap(self, received: torch.Tensor, sent: torch.Tensor, where: str) -> None:
         """Send row r to rank r; see :meth:`Ranks.swap`."""
         size_bytes = sent.nbytes // self.world * (self.world - 1)
-        self._run(where, lambda groups: groups[-1].alltoall_base(received, sent, [], []), size_bytes)
+        self._run(where, lambda groups: [groups[-1].alltoall_base(received, sent, [], [])], size_bytes)
 
     def _gather_rows(self, group: int, mine: torch.Tensor, where: str) -> torch.Tensor:
         rows = torch.empty(self.world, mine.numel(), dtype=mine.dtype)
         size_bytes = mine.nbytes * (self.world - 1)
-        self._run(where, lambda groups: start_all_gather(groups[group], rows.view(-1), mine), size_bytes, meets=True)
+        self._run(where, lambda groups: [start_all_gather(groups[group], rows.view(-1), mine)], size_bytes, meets=True)
         return rows
 
     def serving(self, where: str) -> contextlib.AbstractContextManager[None]:
@@ -276,12 +286,14 @@ class Processes:
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
-    def _run(self, where: str, start: Callable[[Sequence[Any]], Any], size_bytes: int, *, meets: bool = False) -> None:
-        """Start a collective, and wait until it is over.
+    def _run(
+        self, where: str, start: Callable[[Sequence[Any]], Iterable[Any]], size_bytes: int, *, meets: bool = False
+    ) -> None:
+        """Start collectives, a few at a time, and wait until all are over.
 
         Args:
             where: the place, for errors.
-            start: starts it with the groups.
+            start: starts them with the groups, each when it is asked for; they end in this order.
             size_bytes: that this rank sends.
             meets: others may come much later: its time is not that of the bytes.
 
@@ -292,21 +304,28 @@ class Processes:
         if ended is not None:
             raise RanksError(f"{ended} (close the engine and resume from a checkpoint)")
         begin = time.perf_counter()
-        work = None
+        works = deque[Any]([None])  # the last one is about to begin: an interrupt may come when nobody has it yet
         try:
-            work = start(groups)
-            self._wait(work, where)
-            work.wait()
+            for work in start(groups):
+                works[-1] = work
+                if len(works) == _AT_A_TIME:
+                    self._wait(works[0], where)
+                    works.popleft()
+                works.append(None)
+            works.pop()
+            while works:
+                self._wait(works[0], where)
+                works.popleft()
         except KeyboardInterrupt as error:
             self.fail(error)
             raise
         except RanksError:
             raise
-        except RuntimeError:  # of gloo
-            self._raise_census(where, "a connection was lost")
+        except RuntimeError as error:  # of gloo
+            told = str(error).partition("\n")[0]
+            self._raise_census(where, "a connection was lost" if _TRANSPORT in told else f"gloo failed ({told})")
         finally:
-            if work is None or not work.is_completed():  # none: what has interrupted it came when it had begun, perhaps
-                self._meeting.left.append(work)
+            self._meeting.left.extend(work for work in works if work is None or not work.is_completed())
         end = time.perf_counter()
         counters = self._meeting.counters
         counters.add(self._link, size_bytes=size_bytes, seconds=0.0 if meets else end - begin)
@@ -332,6 +351,7 @@ class Processes:
                     self._answer_census(where)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+        work.wait()  # raises what gloo has
 
     def _is_alarmed(self) -> bool:
         try:

@@ -83,12 +83,12 @@ class _Group:
         self._wire = wire
         self._world = world
 
+    def allgather(self, full: Sequence[Sequence[torch.Tensor]], own: Sequence[torch.Tensor]) -> _Work:
+        return self._wire.start(PARAMETERS, own[0].nbytes * (self._world - 1))
+
     def _allgather_base(self, full: torch.Tensor, own: torch.Tensor) -> _Work:
-        size_bytes = own.nbytes * (self._world - 1)
-        if full.data_ptr() <= own.data_ptr() < full.data_ptr() + full.nbytes:  # a slice, in its place
-            return self._wire.start(PARAMETERS, size_bytes)
         full.view(self._world, -1).copy_(own.view(1, -1))  # what ranks say is the same on all of them
-        return self._wire.start(WORDS, size_bytes)
+        return self._wire.start(WORDS, own.nbytes * (self._world - 1))
 
     def alltoall_base(self, received: torch.Tensor, sent: torch.Tensor, *_: Any) -> _Work:
         return self._wire.start(GRADIENTS, sent.nbytes // self._world * (self._world - 1))
