@@ -38,7 +38,6 @@ from offload.shards.gradients_of_ranks import facts_of_waiting
 from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 from offload.stats import Counters
-from swap import NO_MARK
 
 logger = logging.getLogger(__name__)
 
@@ -331,15 +330,15 @@ def agree_on_step(
     if shared is None:
         return
     commits = manager.commits
-    newest = NO_MARK if commits is None else commits.newest
+    marks = [] if commits is None else commits.marks
     where, grouped = where_of_step(run), facts_of_groups(groups, names)
     facts = facts_of_step(manager, factors, groups, run, micro_batches)
-    said = ranks.agree(where, facts, numbers=[_number(repr(grouped)), newest])
-    if len({number for number, _ in said.numbers}) > 1:
+    said = ranks.agree(where, facts, numbers=[_number(repr(grouped)), *marks])
+    if len({number for number, *_ in said.numbers}) > 1:
         ranks.agree(where, grouped)
     shared.note_loaded()
     if commits is not None:
-        commits.pass_on(int(mark) for _, mark in said.numbers)
+        commits.pass_on(marks for _, *marks in said.numbers)
 
 
 def where_of_step(run: Progress) -> str:

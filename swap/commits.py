@@ -34,7 +34,7 @@ class Commits:
         self._disk = backing.disk
         self._one_at_a_time = threading.Lock()
 
-    def commit(self, limit_s: float, mark: tuple[int, int] | None = None) -> None:
+    def commit(self, limit_s: float, mark: tuple[int, ...] | None = None) -> None:
         """See `SwapStore.commit`."""
         with self._one_at_a_time:
             self._transfers.await_puts(limit_s)
@@ -86,7 +86,7 @@ class Commits:
                     space.grow(sizes)
                     self._map.let_go()
 
-    def _make_durable(self, changes: Changes, mark: tuple[int, int] | None) -> None:
+    def _make_durable(self, changes: Changes, mark: tuple[int, ...] | None) -> None:
         run, manifest = self._run, self._manifest
         if run is None or manifest is None or not (changes or manifest.doubtful or mark not in (None, manifest.marked)):
             return

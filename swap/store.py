@@ -293,7 +293,7 @@ class SwapStore:
         run = self._backing.run
         return NO_MARK if run is None else run.manifest.mark
 
-    def commit(self, deadline_s: float | None = None, *, mark: tuple[int, int] | None = None) -> None:
+    def commit(self, deadline_s: float | None = None, *, mark: tuple[int, ...] | None = None) -> None:
         """Make everything that was put and deleted since the last commit take effect as one.
 
         Waits for the puts in flight, not for gets. A durable store then flushes the data, and after that appends to the
@@ -301,8 +301,8 @@ class SwapStore:
 
         Args:
             deadline_s: seconds to wait for puts in flight at most; None uses the deadline of the store.
-            mark: of this commit, at least that of the last one, and the oldest one that `swap.go_back` shall take:
-                from that on, somebody holds what each commit has in a :meth:`snapshot`.
+            mark: of this commit, at least that of the last one, and the others that `swap.go_back` shall take:
+                somebody holds what each of these commits has in a :meth:`snapshot`.
 
         Raises:
             SwapDeadlineError: puts did not finish in time; nothing is committed.

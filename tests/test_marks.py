@@ -20,7 +20,7 @@ Mapping = dict[object, bytes]
 
 def commit(store: SwapStore, mark: int, held: dict[int, Snapshot]) -> Mapping:
     """Commit beside all that is held, and hold it, too; returns what was committed."""
-    store.commit(mark=(mark, min(held, default=mark)))
+    store.commit(mark=(mark, *(one for one in held if one != mark)))
     before = held.pop(mark, None)
     held[mark] = store.snapshot()
     if before is not None:
@@ -65,16 +65,16 @@ def test_what_is_let_go_is_none_to_go_back_to(tmp_path: Path) -> None:
 def test_a_commit_of_nothing_keeps_its_mark(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         put(store, "key", pattern(BLOCK, 1))
-        store.commit(mark=(1, 1))
+        store.commit(mark=(1,))
         before = (tmp_path / "swap.manifest").stat().st_size
-        store.commit(mark=(1, 1))
+        store.commit(mark=(1,))
         store.commit()
         assert (tmp_path / "swap.manifest").stat().st_size == before
         store.commit(mark=(2, 1))
         assert store.mark == 2
     assert marks_of([tmp_path]) == [1, 2]
     with open_store(tmp_path) as store:
-        store.commit(mark=(2, 2))
+        store.commit(mark=(2,))
     assert marks_of([tmp_path]) == [2]
     assert reopened(tmp_path) == {"key": pattern(BLOCK, 1)}
 

@@ -121,7 +121,8 @@ def test_a_rank_without_a_commit_has_all_begin_anew(tmp_path: Path) -> None:
     every = run(train, WORLD, WORLD, name, str(tmp_path), 1, {1: ("committing", 1)}, 2)
     assert every.pop(1) == Ended(-signal.SIGKILL)
     assert marks_of([tmp_path / "run/rank-1-of-3"]) == [-1]
-    assert marks_of([tmp_path / "run/rank-0-of-3"]) == [-1, 1]
+    before, after = marks_of([tmp_path / "run/rank-0-of-3"])
+    assert before == -1 and after > 0
     for found in run(train, WORLD, WORLD, name, str(tmp_path), 1, {}, 2):
         assert not isinstance(found, (Raised, Ended)), found
         assert found["resumed"] is None and found["error"] == ("nothing", "")
@@ -171,31 +172,57 @@ def test_what_one_rank_has_not_assigned_is_told_to_all(tmp_path: Path) -> None:
         assert rank == 1 or text.startswith("rank 1: ")
 
 
-def overwrite(rank: int, path: str) -> Any:
-    """Be killed before the third commit, as rank 1; else write over what the second one has, and commit that."""
+def overwrite(rank: int, path: str, drains: bool) -> Any:
+    """Be killed before the third commit or behind it, as rank 1; else write over what that has, and commit again."""
     engine = begin("float32-float32-nvme", path, WORLD, 1)
     found = []
     for step in range(3):
         engine.backward(engine(*batch(step * WORLD + rank)))
         engine.step()
         found.append(engine.digests())
+    if rank == 1 and drains:
+        engine.drain()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     engine.drain()
-    for factor in (0.5, 2.0):
+    for factor in (0.5, 3.0):
         engine.load_state_dict({name: value * factor for name, value in engine.state_dict().items()})
         engine.drain()
     engine.close(restore=False)
     return found
 
 
-def test_what_another_rank_may_lack_is_held(tmp_path: Path) -> None:
-    every = run(overwrite, WORLD, str(tmp_path))
+@pytest.mark.parametrize("drains", [False, True])
+def test_what_another_rank_may_lack_is_held(drains: bool, tmp_path: Path) -> None:
+    every = run(overwrite, WORLD, str(tmp_path), drains)
     assert every.pop(1) == Ended(-signal.SIGKILL)
     assert not isinstance(every[0], (Raised, Ended)), every[0]
     for found in run(train, WORLD, WORLD, "float32-float32-nvme", str(tmp_path), 1, {}, 2):
         assert not isinstance(found, (Raised, Ended)), found
         assert found["resumed"] == (2, None) and found["digests"] == every[0][1]
+
+
+def write_behind_a_step(rank: int, path: str, stage: int) -> Any:
+    """Write parameters behind the last step; rank 0 alone has committed it before. Then go on from that."""
+    with begin("float32-float32-nvme", path, WORLD, stage) as engine:
+        resumed = None if engine.resumed is None else engine.resumed.step
+        if resumed is None:
+            engine.backward(engine(*batch(rank)))
+            engine.step()
+            if rank == 0:
+                engine.drain()
+            values = engine.state_dict()
+            engine.wait_for_ranks()
+            engine.load_state_dict({name: value * 2.0 for name, value in values.items()})
+        return resumed, engine.digests()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_written_behind_a_step_is_committed(stage: int, tmp_path: Path) -> None:
+    before, after = (run(write_behind_a_step, WORLD, str(tmp_path), stage) for _ in range(2))
+    for one, two in zip(before, after, strict=True):
+        assert not isinstance(one, (Raised, Ended)) and not isinstance(two, (Raised, Ended)), (one, two)
+        assert (one[0], two[0]) == (None, 1) and one[1] == two[1]
 
 
 def leave_out(rank: int, path: str) -> list[str]:

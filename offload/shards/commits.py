@@ -1,7 +1,8 @@
 """Commits of a durable run: when the contents of the store, with a record beside them, become what is found again.
 
-Of several ranks, each commits by itself, and goes back to the newest step that all have. So what an earlier commit has
-is held until all ranks have a later one.
+Of several ranks, each commits by itself, and goes back to the newest commit that all have. So what an earlier one has
+is held until all ranks have a later one. A step may be committed again when parameters have been written behind it.
+The commit before is let go then, so one is told from the other: by its mark.
 
 Owns that moment. A step returns before its updates are made, and more of the user's belongs to it until the next one
 begins: so a step is *sealed* when the next one begins, and committed when it is home. Whoever changes content for the
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 STATE_KEY, LATE_KEY = ("run", "state"), ("run", "late")  # of the record: as of the seal, and as of the commit
 RECORD_KEYS = frozenset({STATE_KEY, LATE_KEY})
+_MARKS = 1 << 20  # of what may be committed between two meetings of the ranks: one more for each time they write
+_MOST_TOLD = 16  # of the marks of one rank
 
 
 class Record(Protocol):
@@ -69,7 +72,7 @@ class Commits:
     ) -> None:
         """Begin with nothing to commit; `safe_point` is held meanwhile: it hands Ctrl-C on at its end."""
         self._ranks = ranks
-        self._mark = None if ranks.world == 1 else store.mark + 1  # of the next commit; all ranks count alike
+        self._mark = None if ranks.world == 1 else _next(store.mark)  # of the next commit; all ranks count alike
         self._held = {} if self._mark is None else {store.mark: store.snapshot()}  # what commits have, by their marks
         self._counters = counters
         self.due = self.failed = False
@@ -85,23 +88,27 @@ class Commits:
         return STATE_KEY in self._store
 
     @property
-    def newest(self) -> int:
-        """The mark of the last commit."""
-        return max(self._held, default=NO_MARK)
+    def marks(self) -> list[int]:
+        """Those of the commits to which this rank can go back."""
+        return sorted(self._held)[:_MOST_TOLD]
 
-    def pass_on(self, newest: Iterable[int] = ()) -> None:
+    def pass_on(self, marks: Iterable[Iterable[float]] = ()) -> None:
         """Note that all ranks are together, and that what is committed from now on is another version.
 
         Args:
-            newest: of each rank the mark of its last commit: what is older than the oldest of them is let go.
+            marks: of each rank its :attr:`marks`: what is older than the newest that all have is let go.
         """
         if self._mark is None:
             return
-        self._mark += 1
-        least = min(newest, default=NO_MARK)
-        kept = max((mark for mark in self._held if mark <= least), default=NO_MARK)
+        self._mark = _next(self._mark)
+        kept = max(set(self._held).intersection(*marks), default=NO_MARK) if marks else NO_MARK
         for mark in [mark for mark in self._held if mark < kept]:
             self._held.pop(mark).release()
+
+    def note_write(self) -> None:
+        """Note that parameters are about to be written: each rank does so, but they need not be together."""
+        if self._mark is not None:
+            self._mark += 1
 
     def close(self) -> None:
         """Let go of what is held. Idempotent."""
@@ -128,19 +135,22 @@ class Commits:
         begin = time.perf_counter()
         with self._safe_point:
             late = self._record.late()
+            replaced = {mark for mark in self._held if self._mark is not None and _next(mark) == _next(self._mark)}
             self.failed = True
             try:
                 self._record.renew()
                 self._put(STATE_KEY, self._sealed)
                 self._put(LATE_KEY, late)
-                self._store.commit(mark=None if self._mark is None else (self._mark, min(self._held)))
+                kept = sorted(self._held.keys() - replaced)
+                self._store.commit(mark=None if self._mark is None else (self._mark, *kept))
             except SwapError as error:
                 raise self._failed(error) from error
             self.due = self.failed = False
             if self._mark is not None:
-                before, self._held[self._mark] = self._held.get(self._mark), self._store.snapshot()
-                if before is not None:
-                    before.release()
+                before = [self._held.pop(mark) for mark in replaced]
+                self._held[self._mark] = self._store.snapshot()
+                for snapshot in before:
+                    snapshot.release()
             self._record.note_commit()
             self._counters.commits += 1
             end = time.perf_counter()
@@ -170,6 +180,11 @@ class Commits:
             remedy="free space on the drive and go on, or close the engine and open the run again",
             detail=str(error),
         )
+
+
+def _next(mark: int) -> int:
+    """Return the first mark behind the next meeting of the ranks."""
+    return (mark // _MARKS + 1) * _MARKS
 
 
 def read_object(store: SwapStore, key: tuple[str, str]) -> bytes:

@@ -479,8 +479,8 @@ class Manager:
             self.finish_updates()
         if writes:
             self.commit()  # what is written now belongs to the next one
-            if self.commits is not None and self._is_sliced and Role.PARAM in writes:  # all ranks write it
-                self.commits.pass_on()
+            if self.commits is not None and Role.PARAM in writes:
+                self.commits.note_write()
             self._await_release(units)
             if self.commits is not None and self.commits.has_made:
                 self._rewritten.make_room(units)

@@ -10,8 +10,8 @@ The file is a log. Its first record describes the run, every other one is a comm
     {"seq":1,"put":[[key,[[file,offset,length,"crc..."],...]],...],"delete":[key,...]}
     {"seq":2,...
 
-A commit may have a mark, which is not less than those before it. Whoever commits beside others goes back to a mark that
-all have: the log is cut off there.
+A commit may have a mark, which is not less than those before it, beside the marks of those that are held. Whoever
+commits beside others goes back to a mark that all have: the log is cut off there.
 
 A commit appends one record and flushes it: its cost follows what changed, not what is there. When the log has grown to
 several times the size of its contents it is written anew beside the old one, flushed, and renamed over it.
@@ -79,7 +79,7 @@ class Manifest:
         self.mark = NO_MARK
         self._disk = disk
         self._ends: dict[int, int] = {}  # of the last commit with each mark, in the file
-        self._oldest = NO_MARK  # of the marks whose extents were held at the last commit
+        self._held: tuple[int, ...] = ()  # other marks whose extents were held at the last commit
         self._fd = fd
         self._sequence = 0
         self._end = 0
@@ -109,14 +109,14 @@ class Manifest:
         return manifest, versions
 
     @property
-    def marked(self) -> tuple[int, int]:
-        """Mark of the last commit, and the oldest one whose extents were held then."""
-        return self.mark, self._oldest
+    def marked(self) -> tuple[int, ...]:
+        """Mark of the last commit, and others whose extents were held then."""
+        return self.mark, *self._held
 
     @property
     def marks(self) -> list[int]:
         """Those that `cut` takes, in order; `NO_MARK` is nothing."""
-        return sorted(mark for mark in self._ends if mark >= self._oldest)
+        return sorted(self._ends.keys() & set(self.marked))
 
     def cut(self, mark: int) -> None:
         """Forget what was committed behind the last commit with `mark`, one of `marks`.
@@ -138,7 +138,7 @@ class Manifest:
         changes: Changes,
         mapping_after: Callable[[], Mapping[Hashable, Version]],
         *,
-        mark: tuple[int, int] | None = None,
+        mark: tuple[int, ...] | None = None,
         before: Mapping[Hashable, Version] | None = None,
     ) -> None:
         """Make changes durable. The data they point to must be on the drive.
@@ -146,7 +146,7 @@ class Manifest:
         Args:
             changes: since the last commit.
             mapping_after: the whole mapping, changes included; called when the log is written anew.
-            mark: of the commit, and the oldest one whose extents are held. What the commit before had stays apart.
+            mark: of the commit, and those before whose extents are held. What the commit before had stays apart, then.
             before: the mapping of the commit before; beside a mark.
 
         Raises:
@@ -164,13 +164,13 @@ class Manifest:
         self,
         changes: Changes,
         mapping_after: Callable[[], Mapping[Hashable, Version]],
-        mark: tuple[int, int] | None,
+        mark: tuple[int, ...] | None,
         before: Mapping[Hashable, Version] | None,
     ) -> None:
         if mark is None and self.doubtful:
             self.rewrite(mapping_after())
             return
-        if mark is not None and (self.doubtful or (mark[0] != self.mark and self._is_long())):
+        if mark is not None and (self.doubtful or (self.mark in mark[1:] and self._is_long())):
             assert before is not None
             try:
                 self.rewrite(before)
@@ -180,7 +180,8 @@ class Manifest:
                 _log.warning("%s", error)
         self._append(_commit_record(self._sequence + 1, changes.items(), mark))
         if mark is not None:
-            self.mark, self._oldest = mark
+            self.mark, *held = mark
+            self._held = tuple(held)
             self._ends[self.mark] = self._end
         elif self._is_long():
             try:
@@ -230,7 +231,7 @@ class Manifest:
             }
         )
         marked = self.mark != NO_MARK
-        mark = (self.mark, self.mark) if marked else None
+        mark = (self.mark,) if marked else None
         data += encode_record(_commit_record(self._sequence + 1, mapping.items(), mark))
         beside = self.path + ".new"
         fd = -1
@@ -301,7 +302,8 @@ class Manifest:
             self._sequence = record["seq"]
             at = after
             self._rewritten_bytes = self._rewritten_bytes or at  # what was written in one go: intact or damaged
-            self.mark, self._oldest = record.get("mark", (self.mark, self._oldest))
+            self.mark, *held = record.get("mark", self.marked)
+            self._held = tuple(held)
             if "mark" in record or not versions:
                 self._ends[self.mark] = at
         self._end = at
@@ -345,7 +347,7 @@ def _failure(path: str, text: str, error: OSError, remedy: str) -> SwapError:
 
 
 def _commit_record(
-    sequence: int, changes: Iterable[tuple[Hashable, Version | None]], mark: tuple[int, int] | None = None
+    sequence: int, changes: Iterable[tuple[Hashable, Version | None]], mark: tuple[int, ...] | None = None
 ) -> Record:
     put: list[Any] = []
     delete: list[Any] = []
