@@ -6,6 +6,7 @@ Owns groups, options and dicts as torch's optimizers have them. The states are t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from offload.interrupt import Deferral
 from offload.kernels.optimizers import Adam, AdamW
 from offload.optim import progress
 from offload.optim.offloaded_states import OffloadedStates, refuse
+from offload.optim.probe import of_added
 from offload.optim.rules import Rule
 from offload.optim.takeover import as_hooks_get_it, give_back, idle, take_over
 from offload.spec import NOT_NEGATIVE, OptimizerSpec
@@ -127,19 +129,27 @@ class OffloadOptimizer(torch.optim.Optimizer):
             param_group: as in torch: ``params``, and options of its own.
 
         Raises:
-            ConfigError: a parameter is not the model's, or was frozen then, or an option is out of its range. Nothing
-                was changed.
+            ConfigError: a parameter is not the model's, or was frozen then, an option is out of its range, or a class
+                that steps itself cannot step on a parameter.
+            BudgetError: the host budget has no room for what such a class keeps of it, or makes in a step. Nothing was
+                changed in either case.
             TypeError, ValueError: from torch: it is no group, or a parameter is in another one already.
         """
         if not self._made:
             super().add_param_group(param_group)
             return
         self._refuse_added(param_group)
-        before = self._predecessor
-        if isinstance(before, torch.optim.Optimizer):
-            type(before).add_param_group(before, param_group)  # to the list that both have
-        else:
-            super().add_param_group(param_group)
+        before, room = self._predecessor, contextlib.ExitStack()
+        if self.rule.own is not None:
+            copy = self._without_hooks()
+            copy.param_groups = list(self.param_groups)
+            super(OffloadOptimizer, copy).add_param_group({**param_group})
+            room.enter_context(self._offloaded.room_for(of_added(self.rule.own, copy.param_groups[-1])))
+        with room:
+            if isinstance(before, torch.optim.Optimizer):
+                type(before).add_param_group(before, param_group)  # to the list that both have
+            else:
+                super().add_param_group(param_group)
 
     def hand_back(self, *, lost: bool) -> None:
         """Let a torch optimizer that was taken over be an ordinary one again, as far as it can without its engine.

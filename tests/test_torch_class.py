@@ -7,6 +7,7 @@ is not: the engine adds squares up in float64. So the plain loop takes the norms
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -260,8 +261,12 @@ def branch_batch(number: int) -> dict[str, Any]:
     return {"x": torch.randn(4, 24, generator=torch.Generator().manual_seed(number)), "branch": number % 2}
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad and p.numel()]
+
+
 def two_groups(make: Callable[..., torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    parameters = trained(model)
     return make([{"params": parameters[:2], "lr": 3e-3}, {"params": parameters[2:]}])
 
 
@@ -314,6 +319,80 @@ def test_options_are_those_of_the_step_whatever_happens_before_the_update(tmp_pa
             given.param_groups[0]["lr"] = 1e9  # the update has not been made yet
         ours = engine.state_dict()
     assert all(torch.equal(ours[key], value) for key, value in other.named_parameters())
+
+
+def test_room_is_held_for_a_group_that_is_added() -> None:
+    """As much as if the class had had it from the beginning, where the states that are placed are the same."""
+    model, other, whole = Branches(), Branches(), Branches()
+    adafactor = functools.partial(torch.optim.Adafactor, lr=1e-2)
+    given, theirs = adafactor([model.gain]), adafactor([other.gain])
+    with Engine(whole, adafactor(p for p in trained(whole)), **everything_on_device()) as engine:
+        planned_bytes = engine._manager.tiers.optimizer_claim.size_bytes
+    with Engine(model, given, **everything_on_device()) as engine:
+        claim = engine._manager.tiers.optimizer_claim
+        names = engine.optimizer.rule.names
+        for optimizer, of in ((theirs, other), (given, model)):
+            more = [p for p in trained(of) if p is not of.gain]
+            optimizer.add_param_group({"params": more, "lr": 1e-3})
+        held_bytes = claim.size_bytes
+        for number in range(3):
+            other(**branch_batch(number)).loss.backward()
+            theirs.step()
+            theirs.zero_grad()
+            engine.backward(engine(**branch_batch(number)).loss)
+            engine.step()
+        found = engine.state_dict()
+        assert all(torch.equal(found[key], value) for key, value in other.state_dict().items())
+        assert claim.size_bytes == held_bytes, "nothing was unforeseen"
+        assert names == () and held_bytes >= planned_bytes > 4096
+
+
+def unable(engine: Engine, optimizer: torch.optim.Optimizer, added: dict[str, Any]) -> None:
+    with pytest.raises(offload.ConfigError, match=r"expected Muon to step on dense tensors with 3 dimensions"):
+        optimizer.add_param_group(added)
+
+
+def too_large(engine: Engine, optimizer: torch.optim.Optimizer, added: dict[str, Any]) -> None:
+    budget = engine._manager.tiers.optimizer_claim.budget
+    with budget.claim("others", budget.limit_bytes - budget.used_bytes), pytest.raises(offload.BudgetError):
+        optimizer.add_param_group(added)
+
+
+def refused_by_its_class(engine: Engine, optimizer: torch.optim.Optimizer, added: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="this class takes no more"):
+        optimizer.add_param_group(added)
+
+
+class Complete(torch.optim.Adafactor):
+    """Has all that it will have."""
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        if getattr(self, "is_made", False):
+            raise TypeError("this class takes no more")
+        super().add_param_group(group)
+
+
+UNABLE: dict[str, tuple[Any, Any]] = {
+    "class": (torch.optim.Muon, unable),
+    "room": (torch.optim.Adafactor, too_large),
+    "its own": (Complete, refused_by_its_class),
+}
+
+
+@pytest.mark.parametrize("why", UNABLE)
+def test_a_group_that_its_class_cannot_train_is_refused_when_it_is_added(why: str) -> None:
+    """Nothing is changed, and training goes on."""
+    make, refused = UNABLE[why]
+    model = Branches()
+    given = make([model.branches[0].weight], lr=1e-2)
+    given.is_made = True
+    with Engine(model, given, **everything_on_device()) as engine:
+        claim = engine._manager.tiers.optimizer_claim
+        held_bytes = claim.size_bytes
+        refused(engine, given, {"params": [model.cube]})
+        assert claim.size_bytes == held_bytes and len(given.param_groups) == 1
+        engine.backward(engine(**branch_batch(0)).loss)
+        assert engine.step()
 
 
 class Scaled(torch.optim.Optimizer):

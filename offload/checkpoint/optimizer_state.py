@@ -21,6 +21,7 @@ from offload.distributed.together import Together
 from offload.errors import StateError
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
+from offload.optim.probe import OwnClass
 from offload.optim.recipe import StepCounts
 from offload.optim.rules import Rule
 from offload.optim.takeover import hide_states
@@ -131,6 +132,15 @@ class OptimizerStates:
                     }
                     everything[parameter] = {"step": 0, **zeros}
         self._scatter(everything, masters)
+
+    def room_for(self, added: OwnClass) -> contextlib.AbstractContextManager[None]:
+        """Hold host memory for what the optimizer's own class needs for parameters that are added to it.
+
+        Raises:
+            BudgetError: the host budget has no room for it.
+        """
+        assert self._counts.records is not None
+        return self._counts.records.room_for(added)
 
     def adopt(self, given: torch.optim.Optimizer) -> None:
         """Move the states that a torch optimizer brings to the tiers.

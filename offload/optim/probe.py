@@ -134,14 +134,32 @@ def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
         ConfigError: its class needs a closure, or all parameters at once, or cannot step on a tensor of a parameter's
             number of dimensions; the text says why.
     """
-    name = type(optimizer).__name__
     _refuse_closures(optimizer)
-    make = Copies(optimizer)
+    states = dict(optimizer.state.items())  # empty where an engine has them
+    return _tried(type(optimizer).__name__, Copies(optimizer), optimizer.param_groups, states, dtype)
+
+
+def of_added(own: OwnClass, group: Options) -> OwnClass:
+    """Find out what a class needs for one param group more. The states that are placed are those of before.
+
+    Raises:
+        ConfigError: as :func:`own_class`.
+    """
+    return _tried(own.size.name, own.make.current(), [group], {}, None, own.names)
+
+
+def _tried(
+    name: str,
+    make: Copies,
+    groups: Sequence[Options],
+    states: Mapping[torch.Tensor, Mapping[str, Any]],
+    dtype: torch.dtype | None,
+    placed: tuple[str, ...] | None = None,
+) -> OwnClass:
     found: list[tuple[torch.Tensor, _Memory, _Grouped]] = []
     memories: dict[tuple[str, str, int], _Memory] = {}
-    states = dict(optimizer.state.items())  # empty where an engine has them
     with plain_torch(), torch.random.fork_rng(devices=[]):
-        for group in optimizer.param_groups:
+        for group in groups:
             options, members = options_of(group), members_of(group)
             for parameter in group["params"]:
                 if not parameter.requires_grad:
@@ -151,7 +169,7 @@ def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
                 if kind not in memories:
                     memories[kind] = _memory(name, make, grouped, parameter, states.get(parameter) or {})
                 found.append((parameter, memories[kind], grouped))
-        names = _placed([(memory, parameter.numel()) for parameter, memory, _ in found])
+        names = _placed([(memory, parameter.numel()) for parameter, memory, _ in found]) if placed is None else placed
         kept = sum(memory.kept_bytes(parameter.shape, names) for parameter, memory, _ in found)
         step = _step_bytes(name, make, found, dtype)
     every = [frozenset(memory.keys) for _, memory, _ in found]

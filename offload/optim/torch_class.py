@@ -8,9 +8,10 @@ user is :mod:`offload.optim.recipe`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -35,7 +36,11 @@ class Placed(Enum):
 
 
 class Records:
-    """What an optimizer's own class remembers of each parameter: states by name, those that are placed as a mark."""
+    """What an optimizer's own class remembers of each parameter: states by name, those that are placed as a mark.
+
+    Attributes:
+        required: names of the states that every parameter has.
+    """
 
     def __init__(self, own: OwnClass, claim: Claim, parameters: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Remember nothing yet.
@@ -46,7 +51,7 @@ class Records:
             parameters: of the model, by unit and position in it: what the user's optimizer has in its groups.
         """
         self._parameters = parameters
-        self._own = own
+        self.required = own.required
         self._make = own.make
         self._instance = own.make([])
         self._records: dict[Where, dict[str, Any]] = {}
@@ -54,11 +59,25 @@ class Records:
         self._kept_bytes = 0
         self._claim = claim
         self._allowed_bytes = own.size.kept_bytes
+        self._step_bytes = own.size.step_bytes
 
-    @property
-    def required(self) -> frozenset[str]:
-        """Names of the states that every parameter has."""
-        return self._own.required
+    @contextlib.contextmanager
+    def room_for(self, added: OwnClass) -> Iterator[None]:
+        """Hold what a param group more takes, which is added inside the ``with`` block; not if that fails.
+
+        Raises:
+            BudgetError: the host budget has no room for it.
+        """
+        before_bytes, step_bytes = self._claim.size_bytes, max(self._step_bytes, added.size.step_bytes)
+        self._claim.resize(before_bytes + added.size.kept_bytes + step_bytes - self._step_bytes)
+        try:
+            yield
+        except BaseException:
+            self._claim.resize(before_bytes)
+            raise
+        self._allowed_bytes += added.size.kept_bytes
+        self._step_bytes = step_bytes
+        self.required &= added.required
 
     def items(self) -> list[tuple[Where, dict[str, Any]]]:
         """Return copies of the records."""
