@@ -384,6 +384,27 @@ def test_a_rank_that_makes_no_engine_is_named() -> None:
     assert "expected all 3 to begin an engine within 0.3 s but got no word of rank 1" in found[0].text
 
 
+def begin_alone(rank: int) -> tuple[str, Any]:
+    """Begin an engine on rank 0 alone, by mistake, and then one on all ranks."""
+    alone = ""
+    if rank == 0:
+        try:
+            open_ranks(deadline_s=0.1)
+        except RanksError as error:
+            alone = str(error)
+    torch.distributed.barrier()
+    ranks = open_ranks(deadline_s=DEADLINE_S)
+    numbers = ranks.agree("an engine", numbers=[rank]).numbers
+    ranks.close()
+    return alone, numbers
+
+
+def test_all_ranks_begin_an_engine_behind_one_that_a_rank_has_begun_alone() -> None:
+    every = run(begin_alone, 3)
+    assert every[1:] == [("", ((0.0,), (1.0,), (2.0,)))] * 2, every
+    assert "got no word of ranks 1, 2; make the engine on all ranks" in every[0][0] and every[0][1] == every[1][1]
+
+
 # --- the exchange of gradients ----------------------------------------------------------------------------------------
 
 

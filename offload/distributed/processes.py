@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import time
 import weakref
@@ -111,10 +112,12 @@ class _Meeting:
         self.left: list[Any] = []
         _meetings.add(self)
         name = f"offload/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-        number = default_store().add(f"{name}/engines of {self.rank}", 1)  # a new process has not counted
-        self._store = distributed.PrefixStore(f"{name}/{number}", default_store())
+        count = functools.partial(default_store().add, f"{name}/engines of {self.rank}")  # a new process has none
+        self._store = distributed.PrefixStore(f"{name}/{count(0)}", default_store())
         self.words = Words(self._store, self.rank, self.world)
         self.words.meet(deadline_s, members.shape)
+        count(1)  # not before: if the others do not come, they have not counted either
+        self.words.compare_shapes()
 
     def connect(self, name: str, patience: int, among: Sequence[int]) -> Any:
         """Return a group `among` some ranks, for waits that are so much longer than others.

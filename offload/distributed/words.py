@@ -6,6 +6,7 @@ word is seen by whoever looks. Next: :mod:`offload.distributed.processes` looks 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -31,27 +32,42 @@ class Words:
         self._world = world
 
     def meet(self, deadline_s: float, shape: str) -> None:
-        """Wait until all ranks are here, and have one `shape`: others would wait for connections that do not come.
+        """Say that this rank is here, with a `shape`, and wait until all are; if not all come, take it back.
 
         Raises:
-            RanksError: one of them is not, after `deadline_s`, or has another shape.
+            RanksError: one of them has not come after `deadline_s`.
         """
-        self._store.set(f"here/{self._rank}", shape)
-        until = time.monotonic() + deadline_s
+        here = f"here/{self._rank}"
+        self._store.set(here, shape)
+        try:
+            self._await_all(deadline_s)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self._store.delete_key(here)
+            raise
+
+    def _await_all(self, deadline_s: float) -> None:
+        until, came = time.monotonic() + deadline_s, set[int]()
         while True:
-            missing = [rank for rank in range(self._world) if not self._store.check([f"here/{rank}"])]
-            if not missing:
-                self._compare()
+            here = {rank for rank in range(self._world) if self._store.check([f"here/{rank}"])}
+            came |= here
+            if len(here) == self._world:
                 return
             if time.monotonic() > until:
+                silent = sorted(set(range(self._world)) - (came if len(came) < self._world else here))
                 raise RanksError(
                     f"ranks: expected all {self._world} to begin an engine within {deadline_s:g} s but got no word of "
-                    f"{named(missing)}; make the engine on all ranks, see why they are late, or pass a longer timeout "
+                    f"{named(silent)}; make the engine on all ranks, see why they are late, or pass a longer timeout "
                     "to init_process_group"
                 )
             time.sleep(0.01)
 
-    def _compare(self) -> None:
+    def compare_shapes(self) -> None:
+        """Compare the shapes of all ranks, which are here: others would wait for connections that do not come.
+
+        Raises:
+            RanksError: they are not the same.
+        """
         shapes = by_value(self._store.get(f"here/{rank}").decode() for rank in range(self._world))
         if len(shapes) > 1:
             raise RanksError(f"ranks: expected one shape but got {told(shapes)}; pass the same group on all ranks")
