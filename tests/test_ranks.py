@@ -405,6 +405,31 @@ def test_all_ranks_begin_an_engine_behind_one_that_a_rank_has_begun_alone() -> N
     assert "got no word of ranks 1, 2; make the engine on all ranks" in every[0][0] and every[0][1] == every[1][1]
 
 
+def connect_late(rank: int) -> list[Any]:
+    """Let rank 1 be longer than gloo waits for a connection: in an agreement of patient ranks, then to connect."""
+    ranks = open_ranks(deadline_s=DEADLINE_S)
+    ranks.agree("the beginning")
+    ranks._meeting.deadline_s = 0.25  # not before: the ranks begin one after the other
+    patient = ranks.beside("patient", patience=1000)
+    if rank == 1:
+        time.sleep(1.2)  # more than four times the deadline
+        return [patient.agree("late", numbers=[rank]).numbers]
+    found = [patient.agree("late", numbers=[rank]).numbers]
+    try:
+        ranks.beside("alone", patience=1000)
+    except RanksError as error:
+        found.append(str(error))
+    return found
+
+
+def test_who_waits_patiently_does_not_wait_so_to_connect() -> None:
+    first, one, last = run(connect_late, 3)
+    numbers = ((0.0,), (1.0,), (2.0,))
+    assert one == [numbers]
+    for found in first, last:
+        assert found[0] == numbers and found[1].startswith("ranks: expected to reach all 3 but one has ended"), found
+
+
 # --- the exchange of gradients ----------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ from offload.distributed.words import Words
 from offload.errors import ConfigError, RanksError
 from offload.spans import COLLECTIVES
 from offload.stats import BETWEEN_NODES, Counters
-from offload.torch_private import default_store, start_all_gather, timeout_of
+from offload.torch_private import default_store, set_timeout, start_all_gather, timeout_of
 
 distributed: Any = torch.distributed
 
@@ -120,17 +120,23 @@ class _Meeting:
         self.words.compare_shapes()
 
     def connect(self, name: str, patience: int, among: Sequence[int]) -> Any:
-        """Return a group `among` some ranks, for waits that are so much longer than others.
+        """Return a group `among` some ranks, for waits that are so much longer than others; to connect is none of them.
 
         Raises:
             RanksError: another rank has ended.
         """
-        timeout = timedelta(seconds=min(self.deadline_s * patience * _GROUP_TIMEOUT, _LONGEST_TIMEOUT_S))
+        timeout_s, store = self.deadline_s * _GROUP_TIMEOUT, distributed.PrefixStore(name, self._store)
         try:
-            store = distributed.PrefixStore(name, self._store)
-            return distributed.ProcessGroupGloo(store, among.index(self.rank), len(among), timeout)
+            group = distributed.ProcessGroupGloo(store, among.index(self.rank), len(among), _timeout(timeout_s))
         except RuntimeError as error:
             raise RanksError(f"ranks: expected to reach all {len(among)} but one has ended ({error})") from error
+        if patience > 1:
+            set_timeout(group, _timeout(timeout_s * patience))
+        return group
+
+
+def _timeout(seconds: float) -> timedelta:
+    return timedelta(seconds=min(seconds, _LONGEST_TIMEOUT_S))
 
 
 _meetings: weakref.WeakSet[_Meeting] = weakref.WeakSet()  # of this process's engines
