@@ -6,7 +6,6 @@ Owns the names and their types. Knows nothing of engines. The layers' test lets 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import inspect
 import sys
 import threading
@@ -291,11 +290,6 @@ def timeout_of(group: Any) -> float:
             if timeout != c10d.default_pg_timeout:
                 longest_s = max(longest_s, timeout.total_seconds())
     return longest_s
-
-
-def set_timeout(group: Any, timeout: datetime.timedelta) -> None:
-    """Let each collective of a gloo group that begins from now on have this timeout."""
-    group._set_default_timeout(timeout)
 
 
 def start_all_gather(group: Any, full: torch.Tensor, own: torch.Tensor) -> Any:

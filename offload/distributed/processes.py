@@ -37,7 +37,7 @@ from offload.distributed.words import Words
 from offload.errors import ConfigError, RanksError
 from offload.spans import COLLECTIVES
 from offload.stats import BETWEEN_NODES, Counters
-from offload.torch_private import default_store, set_timeout, start_all_gather, timeout_of
+from offload.torch_private import default_store, start_all_gather, timeout_of
 
 distributed: Any = torch.distributed
 
@@ -122,16 +122,20 @@ class _Meeting:
     def connect(self, name: str, patience: int, among: Sequence[int]) -> Any:
         """Return a group `among` some ranks, for waits that are so much longer than others; to connect is none of them.
 
+        Up to torch 2.8 it is, for a group of gloo keeps the timeout that it is made with.
+
         Raises:
             RanksError: another rank has ended.
         """
-        timeout_s, store = self.deadline_s * _GROUP_TIMEOUT, distributed.PrefixStore(name, self._store)
+        kind, store = distributed.ProcessGroupGloo, distributed.PrefixStore(name, self._store)
+        timeout_s, later = self.deadline_s * _GROUP_TIMEOUT, patience > 1 and hasattr(kind, "set_timeout")
         try:
-            group = distributed.ProcessGroupGloo(store, among.index(self.rank), len(among), _timeout(timeout_s))
+            timeout = _timeout(timeout_s if later else timeout_s * patience)
+            group = kind(store, among.index(self.rank), len(among), timeout)
         except RuntimeError as error:
             raise RanksError(f"ranks: expected to reach all {len(among)} but one has ended ({error})") from error
-        if patience > 1:
-            set_timeout(group, _timeout(timeout_s * patience))
+        if later:
+            group.set_timeout(_timeout(timeout_s * patience))
         return group
 
 
