@@ -182,7 +182,7 @@ class RunState:
                 )
 
     def refuse_other_buffers(self, found: Mapping[str, Any], tag: str, *, strict: bool, imported: bool = False) -> None:
-        """Refuse buffers and extra states that are missing, left over, or of another shape; they stay as they are.
+        """Refuse buffers and extra states that are missing, left over, of another shape, or would lose bits.
 
         Args:
             found: decoded values, by their names in :data:`VALUES`.
@@ -201,7 +201,7 @@ class RunState:
             )
         if others:
             stay = f"load_checkpoint: buffers and extra states stay as they are where checkpoint {tag} differs"
-            warnings.warn(f"{stay}: {others}", stacklevel=5)
+            warnings.warn(f"{stay}: {others}; values of other dtypes are converted", stacklevel=5)
 
     def accumulation(self, saved: Mapping[str, Any], tag: str, *, strict: bool) -> Mapping[str, Any]:
         """Return the position in an accumulation to go on from: as saved, or where that cannot be, a step's beginning.

@@ -354,6 +354,39 @@ def test_a_buffer_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
 
 def test_buffers_of_modules_with_several_names(saved_beside: Path, tmp_path: Path) -> None:
     """One of the names is enough, and all may be there; of another program's run no extra states are kept."""
+def test_a_buffer_that_would_lose_bits(saved_beside: Path) -> None:
+    """Refused as a parameter is; what holds all of its values takes it."""
+    model, text = Beside(), "buffer rows is torch.float32, of which torch.bfloat16 loses bits"
+    model.rows = model.rows.bfloat16()
+    model.norm.running_mean = model.norm.running_mean.double()
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        before = beside(model)
+        with pytest.raises(CheckpointError, match=f"of another model: {text}; load it into"):
+            engine.load_checkpoint(saved_beside)
+        assert beside(model) == before
+        with pytest.warns(UserWarning, match=f"differs: {text}; values of other dtypes are converted$"):
+            engine.load_checkpoint(saved_beside, strict=False)
+        assert model.rows.dtype is torch.bfloat16 and beside(model)["rows"] == [7] * 3
+        assert beside(model)["norm.running_mean"] == [7] * WIDTH
+
+
+@pytest.mark.parametrize("pair", [(torch.float8_e4m3fn, torch.float32), (torch.int64, torch.float64)])
+def test_buffers_of_other_dtypes_that_torch_may_not_promote(
+    pair: tuple[torch.dtype, torch.dtype], tmp_path: Path
+) -> None:
+    for dtype in pair:
+        model = Beside()
+        model.rows = model.rows.to(dtype)
+        with Engine(model, AdamW(), **everything_on_device()) as engine:
+            if dtype is pair[0]:
+                engine.save_checkpoint(tmp_path)
+            elif dtype is torch.float64:
+                engine.load_checkpoint(tmp_path)
+            else:
+                with pytest.raises(CheckpointError, match="buffer rows is torch.float8_e4m3fn, of which"):
+                    engine.load_checkpoint(tmp_path)
+
+
     shutil.copytree(saved_beside, tmp_path / "saved")
     path = tmp_path / "saved" / "step-00000000" / "index.json"
     index = Index.read(path)

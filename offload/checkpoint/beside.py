@@ -14,7 +14,7 @@ from torch import nn
 from offload.checkpoint.format.index import differences
 from offload.module.binding import Binding
 
-_MOST_NAMED = 5  # buffers of other shapes
+_MOST_NAMED = 5  # buffers of other shapes or dtypes
 
 
 def buffers_of(module: nn.Module, binding: Binding, *, every_name: bool = False) -> dict[str, torch.Tensor]:
@@ -59,12 +59,28 @@ def others_of(module: nn.Module, binding: Binding, saved: Mapping[str, Any], *, 
     parts = [_others("buffers", buffers, saved["buffers"])]
     if not imported:
         parts.append(_others("extra states", taking_extra(module), saved["extra"]))
-    shapes = [
-        f"buffer {name} has shape {tuple(value.shape)} instead of {tuple(buffers[name].shape)}"
-        for name, value in saved["buffers"].items()
-        if name in buffers and buffers[name].shape != value.shape
+    both = [(name, value, buffers[name]) for name, value in saved["buffers"].items() if name in buffers]
+    unlike = [
+        f"buffer {name} has shape {tuple(value.shape)} instead of {tuple(own.shape)}"
+        for name, value, own in both
+        if own.shape != value.shape
     ]
-    return "; ".join([part for part in parts if part] + shapes[:_MOST_NAMED])
+    unlike += [
+        f"buffer {name} is {value.dtype}, of which {own.dtype} loses bits"
+        for name, value, own in both
+        if own.shape == value.shape and not _holds(own.dtype, value.dtype)
+    ]
+    return "; ".join([part for part in parts if part] + unlike[:_MOST_NAMED])
+
+
+def _holds(own: torch.dtype, saved: torch.dtype) -> bool:
+    """Tell whether one dtype has all values of another one."""
+    if own is saved:
+        return True
+    try:
+        return torch.promote_types(own, saved) is own
+    except RuntimeError:  # torch promotes no float8
+        return False
 
 
 def _others(kind: str, own: Mapping[str, object], saved: Mapping[str, Any]) -> str:
