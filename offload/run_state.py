@@ -300,7 +300,7 @@ class RunState:
         if steps.counts.records is not None:
             records = (saved or {}).get("records") or {}
             places = {name: where for where, name in loaded.items() if where not in fresh and name in records}
-            steps.counts.records.keep_only(places.values())
+            steps.counts.records.keep_only({*places.values(), *(self.names().keys() - loaded.keys())})
             for name, where in places.items():
                 marks = dict.fromkeys(records[name]["placed"], Placed.MARK)
                 steps.counts.records.put(where, {**records[name]["kept"], **marks})

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -528,6 +529,31 @@ def test_states_of_an_own_class_are_converted_with_what_it_counts(
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_records_of_parameters_that_the_checkpoint_lacks_stay(tmp_path: Path) -> None:
+    """As their moments do: an optimizer of an own class goes on with them, and takes what the checkpoint has."""
+    found = []
+    for number, names in enumerate((["a"], ["a", "b"])):
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+        with Engine(model, torch.optim.NAdam(model.parameters()), **everything_on_device()) as engine:
+            for _ in range(number + 1):
+                sum(part(torch.ones(2, 4)).sum() for part in model.values()).backward()
+                engine.step()
+            if number:
+                found.append(engine.optimizer.state_dict()["state"])
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of what is not in it
+                    engine.load_checkpoint(tmp_path, strict=False)
+            else:
+                engine.save_checkpoint(tmp_path)
+            found.append(engine.optimizer.state_dict()["state"])
+    saved, before, after = found
+    for position in (0, 1):
+        assert_same_tensors(after[position], saved[position])
+    for position in (2, 3):
+        assert before[position]["step"] == 2
+        assert_same_tensors(after[position], before[position])
+
+
 def test_lossy_states_are_refused_unless_asked_for(kind: str, saved: Path) -> None:
     model = net(torch.bfloat16)
     with Engine(model, optimizer_of(model), **everything_on_device()) as engine:
