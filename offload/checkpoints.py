@@ -37,7 +37,7 @@ from offload.errors import BudgetError, CheckpointError, RanksError
 from offload.life import Life
 from offload.memory.budget import Tier
 from offload.optim import progress
-from offload.run_state import VALUES, RunState, set_drawn
+from offload.run_state import VALUES, RunState
 from offload.several import facts_of_step
 from offload.shards.held import Held
 from offload.shards.manager import Manager
@@ -304,7 +304,7 @@ class Checkpoints:
             together.end()
             if manager.commits is not None:
                 manager.commits.pass_on()
-        set_drawn(found["random"])
+        self._state.set_drawn(found["random"])
         return found["client_state"]
 
     def _refuse_another_class(self, index: Index, *, strict: bool) -> None:

@@ -18,7 +18,7 @@ from offload.checkpoint.format.nested import Encoder
 from offload.checkpoint.format.packed import pack, pack_encoded, unpack
 from offload.errors import StateError
 from offload.life import Life
-from offload.run_state import RunState, drawn_so_far, set_drawn
+from offload.run_state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class DurableRun:
         self._was_assigned = contents["client_state"] is not None
         self._sealed_step = self._committed_step = int(contents["step"])
         self._drawn = contents["random"]
-        set_drawn(contents["random"])
+        state.set_drawn(contents["random"])
         return True
 
     # --- the user's own ---------------------------------------------------------------------------------------------
@@ -134,7 +134,8 @@ class DurableRun:
 
     def end_step(self) -> None:
         """Note that a step has ended, whatever came of it."""
-        self._drawn, self._ended, self._ahead = drawn_so_far(), True, False
+        assert self._state is not None
+        self._drawn, self._ended, self._ahead = self._state.drawn_so_far(), True, False
 
     def seal(self) -> bytes | None:
         """See :class:`offload.shards.commits.Record`; nothing is sealed inside an accumulation."""

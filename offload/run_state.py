@@ -24,7 +24,7 @@ from offload.checkpoint.format.parts import RANKS
 from offload.distributed.ranks import Ranks
 from offload.errors import CheckpointError, ConfigError
 from offload.life import Life
-from offload.memory.devices import random_states, set_random_states
+from offload.memory.devices import moved, random_states, set_random_states
 from offload.optim.torch_class import Placed
 from offload.planning.units import Where, without_reference
 
@@ -47,7 +47,7 @@ class RunState:
     # --- taking -----------------------------------------------------------------------------------------------------
 
     def describe(self, encoder: Encoder, client_state: Any, drawn: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return everything; `drawn` is what :func:`drawn_so_far` returned, None for now."""
+        """Return everything; `drawn` is what :meth:`drawn_so_far` returned, None for now."""
         steps, book = self._parts.steps, self._parts.book
         counts, gradients = steps.counts, self._life.require_open().gradients
         names = self.names()
@@ -87,7 +87,7 @@ class RunState:
                 name: encoder.encode(module.get_extra_state(), f"{prefix}extra:{name}")
                 for name, module in giving_extra(self._module).items()
             },
-            "random": encoder.encode(drawn_so_far() if drawn is None else drawn, f"{prefix}random"),
+            "random": encoder.encode(self.drawn_so_far() if drawn is None else drawn, f"{prefix}random"),
             "client_state": encoder.encode(client_state, f"{prefix}client_state"),
         }
 
@@ -312,6 +312,13 @@ class RunState:
         """Put what :meth:`groups` has returned."""
         if groups is not None and self._parts.steps.optimizer is not None:
             self._parts.steps.optimizer.load_groups(groups)
+    def set_drawn(self, states: Mapping[str, Any] | None) -> None:
+        """Put what :meth:`drawn_so_far` returned: what the engine's device had then, its device has now."""
+        if states is not None and "device" in states:
+            here = str(self._parts.device.place)
+            states = {**states, "torch": moved(states["torch"], states["device"], here)}
+        set_drawn(states)
+
 
     # --- names ------------------------------------------------------------------------------------------------------
 

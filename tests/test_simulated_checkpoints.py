@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import WIDTH, everything_on_device
-from simulated import EAGER, LAZY, Schedule, running
+from simulated import EAGER, LAZY, NAME, Schedule, running
 from test_checkpoints import Run, assert_same, batch, directory, seed
 from test_simulated_engine import net as plain_net
 from test_simulated_engine import placed
@@ -84,6 +84,30 @@ def test_copied_while_training_goes_on(place: str, schedule: Schedule, tmp_path:
             assert all(torch.equal(a, b) for a, b in zip(after.losses, whole.losses[2:], strict=True))
             assert_same(after.outcome(), truth)
     assert not run.races
+
+
+@pytest.mark.parametrize("run_dir", [False, True])
+def test_resumed_on_a_device_of_another_number(run_dir: bool, tmp_path: Path) -> None:
+    """What is drawn there is what would have been drawn on the former device."""
+    module = torch.get_device_module(NAME)
+    place = placed("nvme", plain_net(), directory(tmp_path, "a"))
+    if run_dir:
+        place = {**place, "nvme_path": None, "run_dir": directory(tmp_path, "run")}
+    seed()
+    run = SimulatedRun({**place, "device": f"{NAME}:0"})
+    with run.engine:
+        run.train(range(2))
+        if not run_dir:
+            run.engine.save_checkpoint(tmp_path / "saved")
+        drawn = module.get_rng_state(0)
+    seed()
+    assert not torch.equal(drawn, module.get_rng_state(1))
+    after = SimulatedRun({**place, "device": f"{NAME}:1"})
+    with after.engine:
+        if not run_dir:
+            after.engine.load_checkpoint(tmp_path / "saved")
+        assert torch.equal(module.get_rng_state(1), drawn)
+        assert not torch.equal(module.get_rng_state(0), drawn)
 
 
 def test_resumed_without_it(tmp_path: Path) -> None:

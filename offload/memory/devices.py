@@ -91,6 +91,13 @@ def random_states() -> dict[str, torch.Tensor]:
     return states
 
 
+def moved(states: Mapping[str, torch.Tensor], was: str, here: str) -> dict[str, torch.Tensor]:
+    """Return states in which that of one device is another one's of its kind; the others keep their names."""
+    if was == here or was not in states or torch.device(was).type != torch.device(here).type:
+        return dict(states)
+    return {name: state for name, state in states.items() if name != was} | {here: states[was]}
+
+
 def set_random_states(states: Mapping[str, torch.Tensor]) -> list[str]:
     """Set the states that :func:`random_states` returned; returns the devices that this process does not use."""
     torch.set_rng_state(states["cpu"])
