@@ -92,16 +92,57 @@ def test_export_of_weights(saved: tuple[Run, Path], limit: str, tmp_path: Path) 
     assert cli.main(words) == 1  # nothing is written over
 
 
-def test_no_export_is_hidden_by_a_file_that_is_read_first(
-    saved: tuple[Run, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("limit", ["5GB", "2KiB"])
+@pytest.mark.parametrize(
+    "old", ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors"]
+)
+def test_no_export_is_mixed_up_with_what_is_there(
+    old: str, limit: str, saved: tuple[Run, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With both in a folder, ``from_pretrained`` takes the single file."""
-    words = ["checkpoint", "export", str(saved[1]), "--output", str(tmp_path / "hf"), "--max-shard-size", "2KiB"]
+    """With both in a folder, ``from_pretrained`` takes the single file, and shards of two models look like one."""
+    words = ["checkpoint", "export", str(saved[1]), "--output", str(tmp_path / "hf"), "--max-shard-size", limit]
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "model.safetensors").write_text("mine")
+    (tmp_path / "hf" / old).write_text("mine")
     assert cli.main(words) == 1
-    assert "model.safetensors: is there already, and is read before shards" in capsys.readouterr().err
-    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+    assert f"{old}: is there already; " in capsys.readouterr().err
+    assert os.listdir(tmp_path / "hf") == [old]
+
+
+class Noted(nn.Module):
+    """Has one parameter under two names, a buffer, and a state of its own."""
+
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.register_buffer("rows", torch.arange(3.0))
+        self.note = note
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_extra_states_are_exported(form: str, tmp_path: Path) -> None:
+    note, output = {"seen": torch.arange(2), "of": "it"}, tmp_path / "out"
+    with Engine(Noted(note), AdamW(), **everything_on_device()) as engine:
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = engine.state_dict()
+    words = ["checkpoint", "export", str(tmp_path / "saved"), "--to", form, "--output", str(output)]
+    assert cli.main(words) == 0
+    if form == "dcp":
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        dcp_to_torch_save(str(output), str(output / "checkpoint.pt"))
+    found = torch.load(output / "checkpoint.pt")["model"]
+    assert set(expected) - set(found) == {"second.weight"}
+    model = Noted(None)
+    assert model.load_state_dict(found, strict=False).missing_keys == ["second.weight"]
+    assert model.note["of"] == "it" and torch.equal(model.note["seen"], note["seen"])
+    assert torch.equal(model.second.weight, expected["first.weight"])
 
 
 def test_names_of_exported_weights_are_the_modules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

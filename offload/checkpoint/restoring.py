@@ -53,14 +53,16 @@ def read_tensor(source: Source, entry: Entry, staging: Staging) -> torch.Tensor:
 
 
 def read_weights(source: Source, index: Index, staging: Staging) -> dict[str, Any]:
-    """Return the parameters and buffers of a checkpoint by name, in memory.
+    """Return the parameters, buffers and extra states of a checkpoint by the names of a state dict, in memory.
 
     Raises:
         CheckpointError: it is damaged.
     """
     values = {entry.name: entry for entry in index.entries if entry.role == "value"}
     weights = {entry.name: read_tensor(source, entry, staging) for entry in index.entries if entry.role == PARAMETER}
-    weights.update(decode(index.contents["buffers"], lambda name: read_tensor(source, values[name], staging)))
+    for kind, key in (("buffers", str), ("extra", extra_key)):
+        found = decode(index.contents[kind], lambda name: read_tensor(source, values[name], staging))
+        weights.update({key(name): value for name, value in found.items()})
     return weights
 
 
@@ -79,11 +81,7 @@ def read_state_dict(directory: str | Path) -> dict[str, Any]:
                 f"checkpoint {path}: expected plain weights but {next(iter(quantized))} is quantized; make the model, "
                 "and load it with engine.load_checkpoint"
             )
-        source = Source(path, index)
-        values = {entry.name: entry for entry in index.entries if entry.role == "value"}
-        extra = decode(index.contents["extra"], lambda name: read_tensor(source, values[name], staging))
-        states = {extra_key(name): state for name, state in extra.items()}
-        return read_weights(source, index, staging) | states
+        return read_weights(Source(path, index), index, staging)
 
 
 def fp32_values(

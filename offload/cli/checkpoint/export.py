@@ -25,6 +25,7 @@ from offload.checkpoint.safetensors_files import INDEX, SINGLE
 from offload.errors import CheckpointError
 
 BUFFER_PREFIX = "buffer:"
+SHARDS = "model-*-of-*.safetensors"
 
 
 def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, deadline_s: float) -> list[Path]:
@@ -60,8 +61,9 @@ def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, dea
         shards[-1].append((name, entry))
         size += entry.size_bytes
     output.mkdir(parents=True, exist_ok=True)
-    if len(shards) > 1 and (output / SINGLE).exists():
-        raise CheckpointError(f"{output / SINGLE}: is there already, and is read before shards; name another folder")
+    old = sorted(path for name in (SINGLE, INDEX, SHARDS) for path in output.glob(name))
+    if old:
+        raise CheckpointError(f"{old[0]}: is there already; readers would mix both up; name another folder")
     source, files, weights = Source(path, index), [], {}
     with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as reading:
         with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as writing:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from offload.checkpoint.beside import extra_key
 from offload.checkpoint.columns import MASTER, PARAMETER
 from offload.checkpoint.format.index import Index
 from offload.checkpoint.format.nested import decode
@@ -87,6 +88,8 @@ class _Content:
             e.name: self._later(f"model.{e.name}", e.name, PARAMETER) for e in index.entries if e.role == PARAMETER
         }
         model |= decode(index.contents["buffers"], values.__getitem__)
+        extra = decode(index.contents["extra"], values.__getitem__)
+        model |= {extra_key(name): state for name, state in extra.items()}
         client_state = decode(index.contents["client_state"], values.__getitem__)
         self.tree: dict[str, Any] = {
             "model": model,
