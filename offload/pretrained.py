@@ -41,7 +41,7 @@ def load_pretrained(
         dtype: of the model; ``"auto"`` for what the config says, or without that the files. Parameters are cast as they
             are read. To keep the full precision of the files as masters, leave it, and pass ``config={"dtype": ...}``.
         model_options: further arguments of ``from_pretrained``, such as ``attn_implementation`` or
-            ``ignore_mismatched_sizes``, or of its config.
+            ``ignore_mismatched_sizes``, or of its config. None that chooses files.
         config: options as in :class:`offload.Engine`.
         **options: options of :class:`offload.Config`, on top of `config`.
 

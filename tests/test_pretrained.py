@@ -288,6 +288,15 @@ def on_meta() -> Net:
         return Net()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("variant", "fp16"), ("subfolder", "x"), ("gguf_file", "x.gguf"), ("use_safetensors", False)]
+)
+def test_options_that_name_other_files_are_refused(option: str, value: Any, tmp_path: Path) -> None:
+    """Before anything is read: transformers would heed them where it looks for files, which it does not do here."""
+    with pytest.raises(ConfigError, match=f"^model_options: expected none that names other files but got {option}"):
+        load_pretrained(tmp_path, model_options={option: value})
+
+
 def test_without_transformers_it_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"^transformers: expected to be installed .* pip install '\.\[hf\]'"):

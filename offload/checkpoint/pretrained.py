@@ -28,6 +28,7 @@ from offload.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 ADAPTED = ".base_layer"  # part of a parameter's name that an adapter of PEFT has put there
+_OTHER_FILES = ("variant", "subfolder", "gguf_file", "state_dict")  # options of transformers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ def read_pretrained(
             installed.
     """
     transformers = import_transformers()
+    other = [name for name in _OTHER_FILES if options.get(name)]
+    if options.get("use_safetensors") is False:
+        other.append("use_safetensors=False")
+    if other:
+        raise ConfigError(
+            f"model_options: expected none that names other files but got {', '.join(other)}; pass the folder of the "
+            "safetensors that are to be read, as model.safetensors or shards with their index"
+        )
     files, found = _deferred(path)
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(
