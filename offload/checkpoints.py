@@ -282,6 +282,8 @@ class Checkpoints:
                 if not states:
                     found["accumulation"] = {"gradients": {}, "micro_batches": None}
                 found["accumulation"] = self._state.accumulation(found["accumulation"], index.tag, strict=strict)
+                if found["accumulation"]["gradients"]:
+                    restorer.refuse_narrow_gradients()
                 groups = self._state.groups(found["optimizer"], strict=strict) if states else None
                 together.meet({"strict": strict, "states": states, "the checkpoint": _digest(path)})
                 parts.changes.forget_copies()

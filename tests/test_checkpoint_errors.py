@@ -33,6 +33,7 @@ from offload.checkpoint.format.locks import lock
 from offload.checkpoint.format.reader import Source
 from offload.checkpoint.format.staging import Staging
 from offload.checkpoint.restoring import read_tensor
+from offload.memory.budget import Tier
 from swap import Fault, FaultTarget, SwapError, SwapFullError
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
@@ -585,6 +586,23 @@ def test_gradients_that_wait_need_their_precision(tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved")
         assert {name: one["gradient"] for name, one in engine.digests().items() if "gradient" in one} == waiting
         engine.zero_grad()
+        assert not any("gradient" in one for one in engine.digests().values())
+
+
+def test_gradients_that_are_dropped_need_no_room(tmp_path: Path) -> None:
+    """Wide ones of another number of micro-batches, where the budget has no room for such gradients."""
+    with (run := Run(everything_on_device(), dtype=torch.bfloat16, gradient_accumulation_steps=4)).engine as engine:
+        run.train(range(1))
+        save(engine, tmp_path / "saved")
+    models = [net(torch.bfloat16) for _ in range(2)]
+    options = host(models[0])
+    with Engine(models[0], optimizer_of(models[0]), **options) as engine:
+        least = engine.plan.arena_bytes[Tier.HOST] + engine.plan.request.own_bytes
+    options["max_memory"] = {**options["max_memory"], "cpu": least + 4096}
+    with Engine(models[1], optimizer_of(models[1]), **options) as engine:
+        assert not engine.plan.wide_bytes
+        with pytest.warns(UserWarning, match="its gradients are dropped"):
+            engine.load_checkpoint(tmp_path / "saved", strict=False)
         assert not any("gradient" in one for one in engine.digests().values())
 
 

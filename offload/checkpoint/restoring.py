@@ -196,7 +196,6 @@ class Restorer:
         self._gradients = [
             entry for entry in index.entries if states and entry.role == GRADIENT and self._takes_gradient(entry.name)
         ]
-        self._refuse_narrow_gradients()
 
     @property
     def fresh(self) -> set[Where]:
@@ -294,7 +293,12 @@ class Restorer:
         where = self._places.get(name)
         return where is not None and where in self._fits and self._units[where[0]].trainable
 
-    def _refuse_narrow_gradients(self) -> None:
+    def refuse_narrow_gradients(self) -> None:
+        """Refuse gradients that wait for a step, if they would lose bits here.
+
+        Raises:
+            CheckpointError: one would.
+        """
         plan = self._manager.tiers.plan
         for entry in self._gradients:
             unit = self._units[self._places[entry.name][0]]
