@@ -53,10 +53,19 @@ class _InMemory:
         """Take it.
 
         Raises:
-            BudgetError: the budget has no room.
+            BudgetError: the budget has no room, or the machine does not give it.
         """
         self._claim = budget.claim("asleep", size_bytes)
-        self._memory: mmap.mmap | None = mmap.mmap(-1, max(size_bytes, 1))
+        try:
+            self._memory: mmap.mmap | None = mmap.mmap(-1, max(size_bytes, 1))
+        except BaseException as error:
+            self._claim.close()
+            if not isinstance(error, OSError):
+                raise
+            raise BudgetError(
+                f"sleep: what is in memory takes {format_bytes(size_bytes)} but the machine does not give so much "
+                f"host memory: {error.strerror}; free some, or pass host=True with a drive, which nvme_path names"
+            ) from error
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def put(self, at: int, address: int, size_bytes: int) -> None:

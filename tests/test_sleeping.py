@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 from collections.abc import Iterator
@@ -124,6 +125,23 @@ def test_no_room_to_sleep(tmp_path: Path) -> None:
         with budget.claim("others", budget.free_bytes), pytest.raises(BudgetError, match=r"raise max_memory\["):
             engine.sleep()
         assert engine.digests() == before
+
+
+def test_a_machine_without_room_to_sleep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget has it again, and the engine is awake."""
+    budget, before = engine._parts.budgets[Tier.HOST], engine.digests()
+    free_bytes = budget.free_bytes
+
+    def refused(*args: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with monkeypatch.context() as patched, pytest.raises(BudgetError, match="not give so much .* memory: Cannot alloc"):
+        patched.setattr(sleeping_module.mmap, "mmap", refused)
+        engine.sleep()
+    assert budget.free_bytes == free_bytes
+    engine.sleep()
+    engine.wake()
+    assert engine.digests() == before
 
 
 def test_no_room_to_wake_up(engine: Engine) -> None:
