@@ -1058,6 +1058,16 @@ def test_a_deletion_that_fails_fails_no_save(engine: Engine, tmp_path: Path, mon
     assert not list(path.glob(".deleted-*"))
 
 
+def test_a_link_to_a_checkpoint_is_deleted_and_what_it_leads_to_stays(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    save(engine, path, tag="old").rename(tmp_path / "moved")
+    (path / "old").symlink_to(tmp_path / "moved")
+    save(engine, path, tag="new", keep=1)
+    engine._checkpoints.settle()
+    assert sorted(os.listdir(path)) == [".lock", "latest", "new"]
+    assert (tmp_path / "moved" / "index.json").is_file()
+
+
 def test_ctrl_c_while_saving(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "saved"
     save(engine, path, tag="old")

@@ -300,7 +300,10 @@ class Folder:
             if gone:
                 _DISK.sync_directory(str(self.path))  # else a power cut may leave the old names, and half of the files
             for path in gone:
-                shutil.rmtree(path, ignore_errors=True)
+                if path.is_symlink():  # what it leads to is not this directory's
+                    path.unlink()
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _give_up(self, folder: Path) -> None:
         """Let a folder be none that anybody finds, unless somebody reads it."""
