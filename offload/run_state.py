@@ -126,6 +126,10 @@ class RunState:
             records[names[where]] = {"placed": placed, "kept": kept}
         return records
 
+    def drawn_so_far(self) -> dict[str, Any]:
+        """Return the states of random generators, and which device the engine computes on."""
+        return drawn_so_far() | {"device": str(self._parts.device.place)}
+
     # --- putting ----------------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -308,10 +312,6 @@ class RunState:
             steps.step.grad_norm = saved["grad_norm"]
             steps.step.micro_batches.load_state_dict(found["accumulation"]["micro_batches"])
 
-    def load_groups(self, groups: list[dict[str, Any]] | None) -> None:
-        """Put what :meth:`groups` has returned."""
-        if groups is not None and self._parts.steps.optimizer is not None:
-            self._parts.steps.optimizer.load_groups(groups)
     def set_drawn(self, states: Mapping[str, Any] | None) -> None:
         """Put what :meth:`drawn_so_far` returned: what the engine's device had then, its device has now."""
         if states is not None and "device" in states:
@@ -319,6 +319,10 @@ class RunState:
             states = {**states, "torch": moved(states["torch"], states["device"], here)}
         set_drawn(states)
 
+    def load_groups(self, groups: list[dict[str, Any]] | None) -> None:
+        """Put what :meth:`groups` has returned."""
+        if groups is not None and self._parts.steps.optimizer is not None:
+            self._parts.steps.optimizer.load_groups(groups)
 
     # --- names ------------------------------------------------------------------------------------------------------
 
@@ -337,10 +341,7 @@ class RunState:
 def drawn_so_far() -> dict[str, Any]:
     """Return the states of the random generators of torch, Python, and NumPy where it is in use."""
     numpy: Any = sys.modules.get("numpy")
-    drawn = None
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        drawn = (str(name), keys.tobytes(), *(value for value in map(_plain, rest)))
+    drawn = None if numpy is None else _plain(numpy.random.get_state(legacy=False))
     return {"torch": random_states(), "python": random.getstate(), "numpy": drawn}
 
 
@@ -353,18 +354,41 @@ def set_drawn(states: Mapping[str, Any] | None) -> None:
         warnings.warn(
             f"random generators of {', '.join(left)} were saved but this process does not use these devices; what is "
             "drawn there begins anew",
-            stacklevel=4,
+            stacklevel=6,
         )
     random.setstate(states["python"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and states["numpy"] is not None:
-        name, keys, *rest = states["numpy"]
-        found = numpy.frombuffer(keys, numpy.uint32) if isinstance(keys, bytes) else numpy.array(keys, numpy.uint32)
-        numpy.random.set_state((name, found, *rest))
+        saved, here = _of_numpy(states["numpy"], numpy), numpy.random.get_state(legacy=False)["bit_generator"]
+        if saved["bit_generator"] == here:
+            numpy.random.set_state(saved)
+        else:
+            warnings.warn(
+                f"random generator of NumPy was saved as {saved['bit_generator']} but is {here} here; it stays "
+                "as it is",
+                stacklevel=6,
+            )
 
 
 def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, float) else int(value)
+    """Return a state of NumPy's without arrays: dtype and bytes in the place of each."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return (value.dtype.str, value.tobytes()) if getattr(value, "ndim", 0) else value
+
+
+def _of_numpy(value: Any, numpy: Any) -> Any:
+    """Return what :func:`_plain` was given; older files have the tuple that was NumPy's for MT19937 alone."""
+    if isinstance(value, Mapping):
+        return {name: _of_numpy(each, numpy) for name, each in value.items()}
+    if not isinstance(value, tuple):
+        return value
+    if len(value) == 2:
+        return numpy.frombuffer(value[1], value[0])
+    name, keys, at, *gauss = value
+    key = numpy.frombuffer(keys, numpy.uint32) if isinstance(keys, bytes) else numpy.array(keys, numpy.uint32)
+    more = dict(zip(("has_gauss", "gauss"), gauss, strict=True))
+    return {"bit_generator": name, "state": {"key": key, "pos": at}} | more
 
 
 def _added_first(ranks: Ranks) -> int:

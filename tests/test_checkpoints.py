@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 import offload
 from offload import AdamW, Engine
+from offload.run_state import drawn_so_far, set_drawn
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -198,6 +199,55 @@ def test_resumed_in_the_middle_of_an_accumulation(first: str, second: str, tmp_p
     places = placed(first, tmp_path, "swap0"), placed(second, tmp_path, "swap1")
     options = {"dtype": torch.bfloat16, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
     saved_and_resumed(*places, tmp_path / "saved", at=5, end=9, **options)
+
+
+@pytest.fixture
+def numpy_generator() -> Iterator[None]:
+    """NumPy's own one, which the test may replace."""
+    given = numpy.random.get_bit_generator()
+    yield
+    numpy.random.set_bit_generator(given)
+
+
+@pytest.mark.parametrize("run_dir", [False, True])
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "Philox", "SFC64"])
+@pytest.mark.usefixtures("numpy_generator")
+def test_numpy_draws_from_any_generator(kind: str, run_dir: bool, tmp_path: Path) -> None:
+    options = {"run_dir": directory(tmp_path, "run")} if run_dir else {}
+    numpy.random.set_bit_generator(getattr(numpy.random, kind)(3))
+    numpy.random.standard_normal()
+    with (run := Run(everything_on_device(), **options)).engine as engine:
+        run.train(range(1))
+        engine.save_checkpoint(tmp_path / "saved")
+        drawn = numpy.random.standard_normal(3).tolist()
+    other = "PCG64" if kind != "PCG64" else "MT19937"
+    with Run(everything_on_device(), **options).engine as engine:
+        if not run_dir:
+            engine.load_checkpoint(tmp_path / "saved")
+        assert numpy.random.standard_normal(3).tolist() == drawn
+        numpy.random.set_bit_generator(getattr(numpy.random, other)(4))
+        before = _state_of_numpy()
+        with pytest.warns(
+            UserWarning, match=f"of NumPy was saved as {kind} but is {other} here; it stays as it is"
+        ) as told:
+            engine.load_checkpoint(tmp_path / "saved")
+        assert {each.filename for each in told if "NumPy" in str(each.message)} == {__file__}
+        assert _state_of_numpy() == before
+
+
+def _state_of_numpy() -> str:
+    return repr(numpy.random.get_state(legacy=False))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_of_numpy_in_older_files(packed: bool) -> None:
+    numpy.random.seed(9)
+    numpy.random.standard_normal()
+    states, drawn = drawn_so_far(), numpy.random.get_state()
+    name, keys, *rest = drawn
+    found = numpy.random.standard_normal(3).tolist()
+    set_drawn({**states, "numpy": (name, keys.tobytes() if packed else keys.tolist(), *rest)})
+    assert numpy.random.standard_normal(3).tolist() == found
 
 
 def test_learning_rates_of_numpy_are_saved_as_numbers(tmp_path: Path) -> None:
