@@ -354,8 +354,6 @@ def test_a_buffer_that_the_checkpoint_does_not_have(tmp_path: Path) -> None:
             engine.load_checkpoint(tmp_path)
 
 
-def test_buffers_of_modules_with_several_names(saved_beside: Path, tmp_path: Path) -> None:
-    """One of the names is enough, and all may be there; of another program's run no extra states are kept."""
 def test_a_buffer_that_would_lose_bits(saved_beside: Path) -> None:
     """Refused as a parameter is; what holds all of its values takes it."""
     model, text = Beside(), "buffer rows is torch.float32, of which torch.bfloat16 loses bits"
@@ -389,6 +387,8 @@ def test_buffers_of_other_dtypes_that_torch_may_not_promote(
                     engine.load_checkpoint(tmp_path)
 
 
+def test_buffers_of_modules_with_several_names(saved_beside: Path, tmp_path: Path) -> None:
+    """One of the names is enough, and all may be there; of another program's run no extra states are kept."""
     shutil.copytree(saved_beside, tmp_path / "saved")
     path = tmp_path / "saved" / "step-00000000" / "index.json"
     index = Index.read(path)
@@ -529,7 +529,6 @@ def test_states_of_an_own_class_are_converted_with_what_it_counts(
         assert state["step"] == 3
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_records_of_parameters_that_the_checkpoint_lacks_stay(tmp_path: Path) -> None:
     """As their moments do: an optimizer of an own class goes on with them, and takes what the checkpoint has."""
     found = []
@@ -555,6 +554,7 @@ def test_records_of_parameters_that_the_checkpoint_lacks_stay(tmp_path: Path) ->
         assert_same_tensors(after[position], before[position])
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 def test_lossy_states_are_refused_unless_asked_for(kind: str, saved: Path) -> None:
     model = net(torch.bfloat16)
     with Engine(model, optimizer_of(model), **everything_on_device()) as engine:
