@@ -147,16 +147,18 @@ class Decision:
         }
 
     def _hardware(self) -> Hardware:
-        """Return this machine, as far as links have been used; what was not is the same in both modes."""
+        """Return this machine, as far as it has been used; for the rest, a desktop."""
         links = take_snapshot(self._parts, self._life.require_open()).links
         rates = {
             "h2d_bytes_s": links["h2d"],
             "d2h_bytes_s": links["d2h"],
             "drive_read_bytes_s": links["nvme_read"],
             "drive_write_bytes_s": links["nvme_write"],
+            "update_bytes_s": links["cpu_adam"],
         }
         found = {name: _rate(link, getattr(DESKTOP, name)) for name, link in rates.items()}
         mixed = max(found["drive_read_bytes_s"], found["drive_write_bytes_s"])
+        found["host_bytes_s"] = max(DESKTOP.host_bytes_s, found["update_bytes_s"])  # which updates go through
         return dataclasses.replace(DESKTOP, name="this machine", drive_mixed_bytes_s=mixed, **found)
 
 

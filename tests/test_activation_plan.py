@@ -25,7 +25,8 @@ from offload.cli.main import main
 from offload.meta_models import made_on_meta, shortened
 from offload.module.recomputing import can_recompute
 from offload.planning.choosing import choose
-from offload.planning.hardware import DESKTOP
+from offload.planning.hardware import DESKTOP, Hardware
+from offload.planning.plan import Plan
 from offload.planning.timing import timing_of
 from offload.planning.work import work_of
 
@@ -474,6 +475,28 @@ def test_what_cannot_be_computed_again_leaves(
             assert micro_batch(engine, number)["d2h"] > 0
             engine.step()
         assert "activations: auto: offload, for no block can be computed again" in str(engine.plan)
+
+
+def test_the_machine_is_the_one_that_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates beside an accelerator may take as long as copies: by a desktop's, the wrong way would be chosen."""
+    seen: list[Hardware] = []
+    real = deciding.timing_of
+
+    def noted(plan: Plan, work: Any, hardware: Hardware, **more: Any) -> Any:
+        seen.append(hardware)
+        return real(plan, work, hardware, **more)
+
+    monkeypatch.setattr(deciding, "timing_of", noted)
+    with offload.Engine(Loss(), offload.AdamW(lr=1e-2), **auto(tmp_path)) as engine:
+        for number in range(2):
+            micro_batch(engine, number)
+            engine.step()
+        links = engine.stats().links
+    assert links["cpu_adam"].bytes and links["nvme_write"].bytes
+    for machine in seen:
+        assert machine.update_bytes_s not in (DESKTOP.update_bytes_s, 0.0)
+        assert machine.update_bytes_s <= machine.host_bytes_s
+    assert seen
 
 
 def state_of(engine: offload.Engine) -> dict[str, torch.Tensor]:
