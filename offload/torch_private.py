@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator, ValuesView
+from types import FrameType
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  
 parse_to: Callable[..., Any] = torch._C._nn._parse_to
 
 _CALL_MODULE = torch.nn.Module._call_impl.__code__
+_MAKE_GRADIENTS = getattr(torch.autograd, "_make_grads").__code__  # noqa: B009 - untyped
 _RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward").__code__  # noqa: B009 - untyped
 _autograd: Any = torch._C._autograd
 _keep_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 - untyped
@@ -168,6 +170,11 @@ def below_wrappers(step: Any) -> Any:
 def in_backward() -> bool:
     """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
     return graph_task() != NO_GRAPH_TASK
+
+
+def begins_backward_with(tensor: torch.Tensor, caller: FrameType) -> bool:
+    """Tell whether torch is looking at a tensor that a backward pass is to begin with."""
+    return caller.f_code is _MAKE_GRADIENTS and caller.f_locals.get("grad") is tensor
 
 
 def runs_backward(thread: int | None) -> bool:

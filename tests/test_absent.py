@@ -204,6 +204,53 @@ def test_memory_that_is_shared_with_others_is_not_written_to(tmp_path: Path) -> 
             torch.from_dlpack(model.blocks[0].bias)
 
 
+BEGINNINGS: dict[str, Callable[[Engine, torch.Tensor, torch.Tensor], object]] = {
+    "backward": lambda e, y, p: y.backward(p),
+    "autograd.backward": lambda e, y, p: torch.autograd.backward([y, y], grad_tensors=[torch.zeros_like(y), p]),
+    "inputs": lambda e, y, p: torch.autograd.backward(y, p, inputs=[e.module.bias]),
+    "grad": lambda e, y, p: setattr(e.module.bias, "grad", torch.autograd.grad(y, e.module.bias, grad_outputs=p)[0]),
+    "batched": lambda e, y, p: setattr(
+        e.module.bias, "grad", torch.autograd.grad(y[0], e.module.bias, p, is_grads_batched=True)[0].sum(0)
+    ),
+    "engine": lambda e, y, p: e.backward(y, gradient=p),
+}
+
+
+@pytest.mark.parametrize("way", BEGINNINGS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_parameter_that_a_backward_pass_begins_with(place: str, way: str, tmp_path: Path) -> None:
+    """Torch takes the memory: the parameter's where that stays, and else it is refused, wherever the bytes are now."""
+    model = net()
+    model.bias = torch.zeros(WIDTH, requires_grad=True)
+    expected = model.blocks[2].weight.detach().sum(0)
+    with Engine(model, AdamW(), **PLACES[place](model, tmp_path)) as engine:
+        parameter = model.blocks[2].weight
+        for leave in (lambda: None, lambda: displace(engine, 2)):
+            leave()
+            model.bias.grad = None
+            if place != "device":
+                text = r"blocks\.2\.weight.* that a backward pass begins with .*parameter\.detach\(\)\.clone\(\)$"
+                with pytest.raises(offload.StateError, match=text):
+                    BEGINNINGS[way](engine, model.bias.expand(WIDTH, WIDTH) * 2, parameter)
+                parameter = parameter.detach().clone()
+            BEGINNINGS[way](engine, model.bias.expand(WIDTH, WIDTH) * 2, parameter)
+            assert torch.allclose(model.bias.grad, 2 * expected, atol=1e-5)
+            parameter = model.blocks[2].weight
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_product_of_slopes_with_a_parameter_that_is_away(place: str, tmp_path: Path) -> None:
+    """A call that asks for gradients of parameters is seen, so it gets the real value of what it begins with, too."""
+    model = net()
+    with Engine(model, AdamW(), **PLACES[place](model, tmp_path)) as engine:
+        first = model.blocks[0].bias
+        (slope,) = torch.autograd.grad(first.pow(3).sum(), first, create_graph=True)  # whose graph holds that unit
+        displace(engine, 5, others=2)
+        (product,) = torch.autograd.grad(slope, first, grad_outputs=model.blocks[5].bias)
+    true = net()
+    assert torch.allclose(product, 6 * true.blocks[0].bias * true.blocks[5].bias)
+
+
 @pytest.mark.parametrize("use", UTILITIES)
 def test_helpers_that_read(use: str, wrapped: tuple[Engine, Net]) -> None:
     engine, model = wrapped

@@ -40,7 +40,7 @@ from offload.module.torch_calls import (
     written,
 )
 from offload.nested import tensors_in
-from offload.torch_private import no_functions, no_subclasses
+from offload.torch_private import begins_backward_with, no_functions, no_subclasses
 from offload.wrappers import has_own_storage
 
 
@@ -74,6 +74,13 @@ class Keeper(Protocol):
             StateError: a backward pass wants it, and the bytes do not stay on the device.
         """
 
+    def begin_backward(self, parameter: torch.Tensor) -> None:
+        """Let a backward pass begin with a parameter as a gradient of the user's.
+
+        Raises:
+            StateError: its bytes do not stay on the device.
+        """
+
     def in_forward(self) -> bool:
         """Tell whether this thread is in a forward of the module: no optimizer makes states there."""
 
@@ -102,6 +109,8 @@ class Absent:
                 _show_gradients(args[:1])
             elif is_address(func) and (owner := owners.get(id(args[0]))) is not None:
                 owner.show_address(args[0])
+            elif begins_backward_with(args[0], calling_frame(sys._getframe(1))):
+                _keeper_of(args[0], func).begin_backward(args[0])
             with no_subclasses():
                 return func(*args, **kwargs)
         if does is Does.MEASURE:  # what it has when it is lent: a parameter is contiguous in its unit
@@ -270,6 +279,16 @@ def _passed_on(absent: list[torch.Tensor], call: Callable[[], Any]) -> Any:
                 parameter.__class__ = kind
 
 
+_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")  # what a pass begins with, by torch's names
+
+
+def _copied(value: Any) -> Any:
+    """Return what a pass begins with, with copies of absent parameters, which keep their graph."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if isinstance(value, Absent) else value
+    return [_copied(gradient) for gradient in value] if isinstance(value, (list, tuple)) else value
+
+
 def _differentiate(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     """Run a backward pass, which finds by itself what it needs.
 
@@ -277,6 +296,10 @@ def _differentiate(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any
     hooks of the user, may use them.
     """
     _show_gradients(absent)
+    given = {name: kwargs[name] for name in _GRADIENTS if kwargs.get(name) is not None}
+    if _absent_in((), given):
+        kwargs = {**kwargs, **{name: _copied(value) for name, value in given.items()}}
+        absent = _absent_in(args, kwargs)
     is_grad = func is torch.autograd.grad
     inputs = args[1] if is_grad else kwargs.get("inputs")
     if not isinstance(inputs, tuple):

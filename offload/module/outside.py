@@ -183,6 +183,18 @@ class OutsideAccess:
                 "it is; keep the parameter by ctx.save_for_backward in forward, and take what that returns"
             )
 
+    def begin_backward(self, parameter: torch.Tensor) -> None:
+        """Let a backward pass begin with a parameter as a gradient of the user's.
+
+        Raises:
+            StateError: its bytes do not stay on the device.
+        """
+        if not all(map(self._stays, self._binding.units_of([parameter]))):
+            raise StateError(
+                f"parameter {self.describe(parameter)}: a gradient that a backward pass begins with expected memory "
+                "that stays where it is; give parameter.detach().clone()"
+            )
+
     def _stays(self, index: int) -> bool:
         return self._manager.tiers.plan.homes[index].param is Tier.DEVICE and self._binding.is_bound(index)
 
