@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import sys
 import threading
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, ValuesView
 from types import FrameType
@@ -200,6 +201,20 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have torch call this when the task of a backward pass that this thread is in has ended well."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine")  # noqa: B009 - untyped
     engine.queue_callback(call)
+
+
+class _Held:
+    """Is called by torch where a task has ended well; there is nothing to do then."""
+
+    def __call__(self) -> None:
+        pass
+
+
+def when_backward_is_gone(call: Callable[[], None]) -> None:
+    """Have this called when the task of a backward pass that this thread is in is gone, well or not."""
+    held = _Held()  # by the task
+    weakref.finalize(held, call).atexit = False
+    at_end_of_backward(held)
 
 
 def autocast_keeps_copies() -> bool:

@@ -692,31 +692,59 @@ def test_without_room_for_fp32_a_second_pass_is_refused(place: str, reentrant: b
         assert engine.step()
 
 
+class Repeated(nn.Module):
+    """Two blocks that backward repeats."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).bfloat16()
+        self._reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self._reentrant)
+        return x
+
+
+def roomy(model: nn.Module, path: Path) -> dict[str, Any]:
+    options = tight(model, path, dtype="bfloat16")
+    return {**options, "max_memory": {**options["max_memory"], "cpu": "64MiB"}}
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_passes_that_repeat_segments_add_in_fp32_without_a_forward_between(reentrant: bool, tmp_path: Path) -> None:
     """Reentrant segments have tasks of their own, which belong to their pass and to no other."""
 
-    class Repeated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=reentrant)
-            return x
-
     def norms(*, between: bool) -> list[float]:
-        torch.manual_seed(0)
-        model = Repeated().bfloat16()
-        options = tight(model, tmp_path, dtype="bfloat16")
-        options["max_memory"] = {**options["max_memory"], "cpu": "64MiB"}
-        with Engine(model, SGD(lr=0.1), **options) as engine:
+        model = Repeated(reentrant=reentrant)
+        with Engine(model, SGD(lr=0.1), **roomy(model, tmp_path)) as engine:
             x, y = (batch(number).bfloat16().requires_grad_() for number in range(2))
             first = engine(x).float().pow(2).mean()
             second = None if between else engine(y).float().pow(2).mean()
             first.backward()
             (engine(y).float().pow(2).mean() if second is None else second).backward()
+            return [float(gradient.norm()) for gradient in gradients(model)]
+
+    assert norms(between=False) == norms(between=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_pass_behind_one_that_has_failed_is_another_one(reentrant: bool, tmp_path: Path) -> None:
+    """Torch tells nobody of its end. What it has brought stays, as in torch; what comes then is added in fp32."""
+
+    def norms(*, between: bool) -> list[float]:
+        model = Repeated(reentrant=reentrant)
+        with Engine(model, SGD(lr=0.1), **roomy(model, tmp_path)) as engine:
+            x, y = (batch(number).bfloat16().requires_grad_() for number in range(2))
+            first, second = engine(x).float().pow(2).mean(), engine(y).float().pow(2).mean()
+            x.register_hook(lambda slope: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                first.backward()
+            if between:
+                with torch.no_grad():
+                    engine(y)
+            second.backward()
             return [float(gradient.norm()) for gradient in gradients(model)]
 
     assert norms(between=False) == norms(between=True)

@@ -7,11 +7,18 @@ belongs to the pass in which it was repeated. Refuses passes of two threads at o
 
 from __future__ import annotations
 
+import functools
 import threading
 
 from offload.errors import StateError
 from offload.module.pass_times import PassTimes
-from offload.torch_private import NO_GRAPH_TASK, at_end_of_backward, graph_task, runs_backward
+from offload.torch_private import (
+    NO_GRAPH_TASK,
+    at_end_of_backward,
+    graph_task,
+    runs_backward,
+    when_backward_is_gone,
+)
 
 
 class BackwardPasses:
@@ -58,6 +65,7 @@ class BackwardPasses:
             self._tasks, self._thread = set(), here
             self.number += 1
             at_end_of_backward(self.end)
+            when_backward_is_gone(functools.partial(self._end_failed, self.number))
         self._tasks.add(task)
         self.is_over = False
         self._times.begin_backward(is_another=is_another)
@@ -73,6 +81,10 @@ class BackwardPasses:
         self.is_over = True
         self._thread = None
         self._repeated_in = NO_GRAPH_TASK
+
+    def _end_failed(self, number: int) -> None:
+        if number == self.number and not self.is_over:
+            self.end()
 
 
 def _is_pythons() -> bool:
