@@ -48,6 +48,7 @@ constexpr std::uint64_t kSilentTag =
     ~std::uint64_t{0};  // carries no news; liburing's own timeouts use it too
 constexpr std::uint64_t kWakeTag = kSilentTag - 1;
 constexpr std::uint64_t kDelayBit = std::uint64_t{1} << 62;  // a timeout, not a transfer, of the slot
+constexpr int kBrokenPauseMs = 10;                           // between looks at a ring that failed
 constexpr unsigned kBufferSlots = 256;
 constexpr unsigned kFileSlots = 64;
 constexpr std::size_t kLargestBuffer = std::size_t{1} << 30;  // the kernel's limit for one registered range
@@ -256,7 +257,7 @@ class UringEngine final : public Engine {
             const bool stopping = take_inbox();
             if (stopping) cancel_all();
             if (stopping && in_flight_ == 0 && !wake_armed_) return;
-            if (!stopping && !wake_armed_) arm_wake();
+            if (!stopping && !wake_armed_ && broken_ == 0) arm_wake();
             issue_waiting();
             if (take_synthetic()) continue;
             if (broken_ != 0) {
@@ -431,6 +432,7 @@ class UringEngine final : public Engine {
                 continue;
             } else if ((tag & kDelayBit) != 0) {
                 const auto index = static_cast<unsigned>(tag & ~kDelayBit);
+                if (broken_ != 0) continue;  // it ended then
                 if (stopped_) {
                     complete(index, -ECANCELED);
                 } else {
@@ -455,11 +457,12 @@ class UringEngine final : public Engine {
         const Next next = take_result(slot.request, stopped_ && result < 0 ? -ECANCELED : result, counters);
         count(counters);
         if (next == Next::kReissue) {
-            if (!stopped_) {
+            if (!stopped_ && broken_ == 0) {
                 issue(index);
                 return;
             }
-            slot.request.operation->fail(ECANCELED, slot.request.offset, slot.request.length);
+            slot.request.operation->fail(broken_ != 0 ? broken_ : ECANCELED, slot.request.offset,
+                                         slot.request.length);
         }
         const Request request = std::move(slot.request);
         slot.request = Request{};
@@ -485,22 +488,28 @@ class UringEngine final : public Engine {
         synthetic_.clear();
     }
 
-    // The ring itself failed: nothing can be issued or reaped any more.
+    // The ring itself failed: nothing is submitted any more.  What the kernel has taken is over only when it
+    // says so: until then it may read or write the caller's memory.
     void break_down(int errno_value) {
         broken_ = errno_value;
         wake_armed_ = false;
         queue_.cancel(errno_value);
         synthetic_.clear();
+        const auto& submissions = ring_->sq;
+        for (unsigned head = *submissions.khead; head != submissions.sqe_tail; ++head) {
+            const std::uint64_t tag = submissions.sqes[head & *submissions.kring_mask].user_data;
+            if (tag < slots_.size()) slots_[tag].state = SlotState::kHeld;  // not taken
+        }
         for (unsigned index = 0; index < slots_.size(); ++index) {
-            if (slots_[index].state != SlotState::kFree) complete(index, -errno_value);
+            const SlotState state = slots_[index].state;
+            if (state != SlotState::kFree && state != SlotState::kInKernel) complete(index, -errno_value);
         }
     }
 
+    // The eventfd is left alone: the kernel may still hold a read of it.
     void wait_broken() {
-        pollfd item{wake_.get(), POLLIN, 0};
-        ::poll(&item, 1, 1000);
-        std::uint64_t value;
-        if ((item.revents & POLLIN) != 0 && ::read(wake_.get(), &value, sizeof value) < 0) return;
+        reap();
+        ::poll(nullptr, 0, kBrokenPauseMs);
     }
 
     bool add_buffer(char* address, std::size_t length) {
