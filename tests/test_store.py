@@ -101,13 +101,14 @@ def test_past_transfers_ended_when_they_did_whenever_they_are_waited_for(store: 
 
 
 def test_past_transfers_went_well_and_are_a_bounded_number(store: SwapStore) -> None:
-    memory = Memory(BLOCK)
+    many = PAST_TRANSFERS + 5
+    memory = Memory(many * BLOCK)
     put(store, "a", b"x" * BLOCK)
     store.inject(Fault(action=FaultAction.FAIL, target=FaultTarget.READS, errno=errno.EIO))
     with pytest.raises(SwapError):
         store.get("a", memory.address, BLOCK).wait()
     assert store.past(writes=False) == []
-    wait_all(store.get_many([("a", memory.address, BLOCK)] * (PAST_TRANSFERS + 5)))
+    wait_all(store.get_many([("a", memory.address + number * BLOCK, BLOCK) for number in range(many)]))
     assert len(store.past(writes=False)) == PAST_TRANSFERS
 
 
