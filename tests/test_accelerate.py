@@ -138,6 +138,36 @@ def test_each_engine_of_an_accelerator_is_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "next" / "offload_1").exists()
 
 
+def test_a_loop_may_save_the_optimizer_by_hand(tmp_path: Path) -> None:
+    """Its dict is the engine's optimizer's. Only the accelerator's own files have nothing of it."""
+    made, module = accelerator(), model()
+    with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+        trained, optimizer = prepare(made, engine)
+        seen = []
+        made.register_save_state_pre_hook(lambda *_: seen.append(optimizer.state_dict()))
+        batches(made, trained, optimizer, 2)
+        made.save_state(str(tmp_path / "state"))
+        truth = engine.optimizer.state_dict()
+        made.save({"model": made.get_state_dict(trained), "optimizer": optimizer.state_dict()}, tmp_path / "by_hand")
+        by_hand = torch.load(tmp_path / "by_hand", weights_only=True)
+        for found in (seen[0], by_hand["optimizer"]):
+            assert found["run"] == truth["run"] and found["param_groups"] == truth["param_groups"]
+            assert found["state"].keys() == truth["state"].keys()
+            for number, state in truth["state"].items():
+                assert_same_tensors(found["state"][number], state)
+        assert torch.load(tmp_path / "state" / "optimizer.bin") == {}
+        saved = engine.digests()
+        batches(made, trained, optimizer, 1)
+        trained.load_state_dict(by_hand["model"])
+        assert engine.digests() != saved
+        optimizer.load_state_dict(by_hand["optimizer"])
+        assert engine.digests() == saved and engine.stats().step == 2
+        with pytest.raises(ConfigError, match="^optimizer state dict: expected"):
+            optimizer.load_state_dict({})
+        made.load_state(str(tmp_path / "state"))
+        assert made._optimizers == [optimizer] and optimizer.state_dict()["state"]
+
+
 def test_refuses_a_further_engine_where_the_loss_is_scaled(tmp_path: Path) -> None:
     made, one, other = accelerator(), model(torch.float16), model()
     first = Engine(one, AdamW(), **nvme(one, tmp_path))

@@ -7,12 +7,13 @@ Accelerate's, which hold whole state dicts in memory.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
     """Prepare an engine and whatever else ``accelerator.prepare`` takes, in any order.
 
-    ``accelerator.save_state`` and ``load_state`` then save and load the engine's checkpoint, within its budgets.
+    ``accelerator.save_state`` and ``load_state`` then save and load the engine's checkpoint, within its budgets. The
+    prepared optimizer's ``state_dict`` and ``load_state_dict`` are those of ``engine.optimizer``.
 
     Args:
         accelerator: of one process, or of several on CPUs, whose engines have a stage.
@@ -105,22 +107,22 @@ class StayingOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         super().__init__(optimizer, device_placement=False, scaler=scaler)
 
 
-class PreparedOptimizer(StayingOptimizer):
-    """The same, where the engine's checkpoint has its states."""
+class SavedByEngine:
+    """What accelerate saves and loads of an object that the engine's checkpoint has: nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the engine's checkpoint has it."""
+        """Return nothing."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing: the engine's checkpoint has it."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
 
 
 class Kept:
     """The engines that an accelerator saves and loads, each in a folder of its own."""
 
     def __init__(self) -> None:
-        self._by_folder: dict[str, tuple[Engine, PreparedOptimizer]] = {}
+        self._by_folder: dict[str, tuple[Engine, StayingOptimizer]] = {}
 
     @property
     def engines(self) -> list[Engine]:
@@ -135,15 +137,26 @@ class Kept:
                 if wrapper in accelerator._optimizers:
                     accelerator._optimizers.remove(wrapper)
 
-    def add(self, engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) -> PreparedOptimizer:
+    def add(self, engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) -> StayingOptimizer:
         """Save and load an engine from now on; return what accelerate has of its optimizer, the same each time."""
         for known, wrapper in self._by_folder.values():
             if known is engine:
                 return wrapper
         names = (FOLDER if number == 0 else f"{FOLDER}_{number}" for number in range(len(self._by_folder) + 1))
-        made = PreparedOptimizer(optimizer, scaler=scaler)
+        made = StayingOptimizer(optimizer, scaler=scaler)
         self._by_folder[next(name for name in names if name not in self._by_folder)] = (engine, made)
         return made
+
+    @contextlib.contextmanager
+    def out_of_files(self, accelerator: Any) -> Iterator[None]:
+        """Let an accelerator save and load nothing of the engines' optimizers: their checkpoints have it."""
+        optimizers, kept = accelerator._optimizers, [wrapper for _, wrapper in self._by_folder.values()]
+        before = [*optimizers]
+        optimizers[:] = [SavedByEngine() if each in kept else each for each in before]
+        try:
+            yield
+        finally:
+            optimizers[:] = before
 
     def save(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         """Save the engines' checkpoints: what accelerate calls before it saves."""
@@ -166,8 +179,21 @@ def kept_by(accelerator: Any) -> Kept:
         kept = _kept[accelerator] = Kept()
         accelerator.register_save_state_pre_hook(kept.save)
         accelerator.register_load_state_pre_hook(kept.load)
+        save_without_states(accelerator, kept)
         load_of_others(accelerator, kept)
     return kept
+
+
+def save_without_states(accelerator: Any, kept: Kept) -> None:
+    """Let an accelerator's ``save_state`` leave optimizers to the checkpoints of their engines."""
+    save_state = accelerator.save_state
+
+    @functools.wraps(save_state)
+    def save_all(*args: Any, **kwargs: Any) -> Any:
+        with kept.out_of_files(accelerator):
+            return save_state(*args, **kwargs)
+
+    accelerator.save_state = save_all
 
 
 def load_of_others(accelerator: Any, kept: Kept) -> None:
@@ -183,7 +209,8 @@ def load_of_others(accelerator: Any, kept: Kept) -> None:
         scaler = accelerator.scaler
         accelerator.scaler = None if isinstance(scaler, LossScaling) else scaler
         try:
-            load_state(*args, **kwargs)
+            with kept.out_of_files(accelerator):
+                load_state(*args, **kwargs)
         finally:
             accelerator.scaler = scaler
         parameters = [parameter for engine in kept.engines for parameter in engine.module.parameters()]
@@ -275,10 +302,10 @@ def scale_together(accelerator: Any, engine: Engine, others: Iterable[Engine] = 
     accelerator.scaler = LossScaling(engine, skips=scales, without_engine=own) if scales or several else own
 
 
-class LossScaling:
+class LossScaling(SavedByEngine):
     """What accelerate takes for a ``GradScaler``: the engine scales the loss, and takes or skips the step.
 
-    Its state is in the engine's checkpoint. Where the engine only adds, the loss is divided by the number of processes.
+    Where the engine only adds, the loss is divided by the number of processes.
     """
 
     def __init__(self, engine: Engine, *, skips: bool, without_engine: Any) -> None:
@@ -311,13 +338,6 @@ class LossScaling:
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing: gradients are unscaled for whoever looks at them."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
