@@ -414,6 +414,20 @@ def test_float16_keeps_its_loss_scale(tmp_path: Path) -> None:
             assert trainer.lr_scheduler.last_epoch == engine.stats().step
             found.append((engine.loss_scale, logged(trainer).losses, engine.digests()))
     assert found[0] == found[1]
+    assert not (tmp_path / "out" / "checkpoint-4" / "scaler.pt").exists()  # the plain trainer has no scaler to load it
+
+
+def test_a_file_of_a_scale_is_loaded_where_there_is_a_scaler(tmp_path: Path) -> None:
+    """Earlier versions left an empty one of several processes, at which one process failed."""
+    trainer, scaler = simple(tmp_path), torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch.save({}, tmp_path / "scaler.pt")
+    assert trainer.accelerator.scaler is None
+    trainer._load_scaler(str(tmp_path))
+    trainer.accelerator.scaler = scaler
+    trainer._save_scaler(str(tmp_path))
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 4.0})
+    trainer._load_scaler(str(tmp_path))
+    assert scaler.state_dict()["scale"] == 8.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -503,6 +503,13 @@ def test_trainer(name: str, of_ranks: Any, one: Any) -> None:
     assert state["global_step"] == 4
 
 
+def test_trainer_goes_on_with_other_processes(of_ranks: Any, one: Any, tmp_path: Path) -> None:
+    """One process from what three have saved."""
+    saved = of_ranks[1] / "trainer" / "out" / "checkpoint-2"
+    found, truth = transformed(0, 1, None, str(tmp_path), str(saved)), one(trained)
+    assert (found["parameters"], found["norms"]) == (truth["parameters"], truth["norms"])
+
+
 @pytest.mark.parametrize("name", sorted(LIGHTNING))
 def test_lightning(name: str, of_lightning: Any, one: Any) -> None:
     truth, every = one(fitted), part(of_lightning, name)

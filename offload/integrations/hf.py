@@ -22,7 +22,7 @@ from offload.classes import is_a, package_of
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
-from offload.integrations.accelerate import StayingOptimizer, clip_together, scale_together
+from offload.integrations.accelerate import LossScaling, StayingOptimizer, clip_together, scale_together
 from offload.integrations.libraries import is_closed, processes, refuse_other_schedule, refuse_two_sides, require
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
@@ -45,6 +45,8 @@ PRIVATE = {
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+    "_save_scaler": ("self", "output_dir"),
+    "_load_scaler": ("self", "checkpoint"),
 }
 
 # Trainers of TRL that call the model equally often in all processes: the others generate.
@@ -338,6 +340,16 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         schedule = os.path.join(checkpoint, SCHEDULE)
         if os.path.isfile(schedule):
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Write no file of the loss scale where the engine has it: the plain trainer would fail at an empty one."""
+        if not isinstance(self.accelerator.scaler, LossScaling):
+            super()._save_scaler(output_dir)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Load a file of the loss scale where there is a scaler for it; earlier versions have left empty ones."""
+        if not isinstance(self.accelerator.scaler, (LossScaling, type(None))):
+            super()._load_scaler(checkpoint)
 
 
 # --- between the arguments of both ------------------------------------------------------------------------------------
