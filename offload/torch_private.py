@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -286,6 +287,20 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and Python objects hold `storage` (the argument itself counts as one)."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+class WeakStorage:
+    """What tells whether a storage is still there, without keeping it."""
+
+    __slots__ = ("_weak",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._weak = StorageWeakRef(storage)
+
+    def get(self) -> torch.UntypedStorage | None:
+        """Return it, None where it is gone."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        return found
 
 
 def storage_place(tensor: torch.Tensor) -> int:

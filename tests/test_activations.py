@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import offload
 from offload.activations import ledger as activations
 from offload.activations.ledger import (
     TOLERANCE_BYTES,
@@ -142,6 +145,74 @@ def test_a_storage_is_charged_once_and_refunded_with_its_last_tensor() -> None:
     del second
     bench.activations.refund()
     assert "activations" not in bench.budget.claims()
+
+
+@pytest.mark.parametrize("owner", ["user", "nobody"])
+def test_a_small_part_of_what_somebody_has_is_charged_alone(owner: str) -> None:
+    """Rows of data that was there before; a part of a result takes what the result does once nobody has that."""
+    plain = bare(10 * MIB)
+    data = tensor(64 * MIB)
+    kept = [SavedActivation(data[MIB : 3 * MIB], plain), SavedActivation(data[5 * MIB :], plain)]
+    if owner == "nobody":
+        del data
+        with pytest.raises(BudgetError, match=r"activations needs 62\.00 MiB more, 64\.00 MiB in all"):
+            plain.balance()
+    else:
+        plain.balance()
+        assert plain._claim.size_bytes == 2 * MIB
+    kept.clear()
+    plain.balance()
+    assert plain._claim.size_bytes == plain._owed_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "offload", "auto"])
+def test_a_batch_may_be_a_slice_of_what_is_larger_than_the_budget(mode: str) -> None:
+    """32 rows of 64 MiB."""
+    data, net = torch.zeros(32 << 10, 512), torch.nn.Sequential(torch.nn.Linear(512, 8), torch.nn.Tanh())
+    room = {"device": "24MiB", "cpu": "16MiB"}
+    with offload.Engine(net, offload.AdamW(), device="cpu", max_memory=room, activations=mode) as engine:
+        for begin in (0, 32):
+            engine.backward(engine(data[begin : begin + 32]).square().mean())
+            engine.step()
+        assert engine.stats().peak_bytes["device"] < MIB
+
+
+def bare(limit_bytes: int) -> Activations:
+    """Return a ledger without a meter, and without parameters."""
+    budget = Budget(Tier.DEVICE, limit_bytes)
+    return Activations(budget, FakeRegion(budget, 0, 0, 0), None)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["keep", "free", "drop", "balance"]), st.integers(0, 99)), max_size=30))
+def test_every_charge_is_given_back_however_storages_are_shared(events: list[tuple[str, int]]) -> None:
+    """The model knows who has each of three storages of 4 pages, of which a quarter may be kept."""
+    size, whole_of = activations.WORTH_ASKING_BYTES, list[torch.Tensor | None]()
+    plain, kept = bare(5 * size), list[tuple[int, SavedActivation]]()
+    whole_of += [tensor(size) for _ in range(3)]
+    charged = dict[int, int]()  # by storage, of those of which something is kept
+    for event, number in events:
+        which = number % 3
+        whole = whole_of[which]
+        if event == "keep" and whole is not None:
+            part = size // 4 * (1 + number % 4)
+            kept.append((which, SavedActivation(whole[:part], plain)))
+            charged.setdefault(which, part if part <= size // 2 else size)
+        elif event == "free" and kept:
+            which = kept.pop(number % len(kept))[0]
+            if which not in {other for other, _ in kept}:
+                del charged[which]
+        elif event == "drop":
+            whole_of[which] = whole = None
+        elif event == "balance":
+            plain.balance()
+            charged = {which: size if whole_of[which] is None else bytes_ for which, bytes_ in charged.items()}
+        del whole
+        plain.refund()
+        assert plain._claim.size_bytes == sum(charged.values()) and not plain._owed_bytes
+        assert set(plain._tensors) == set(plain._sizes) >= set(plain._parts)
+    kept.clear()
+    plain.refund()
+    assert not plain._claim.size_bytes and not plain._parts and plain.is_empty()
 
 
 def test_what_does_not_fit_is_owed_until_the_region_has_given_way() -> None:

@@ -23,7 +23,7 @@ import torch
 from offload.errors import BATCH_TOO_LARGE, BudgetError, StateError
 from offload.memory.budget import Budget
 from offload.sizes import format_bytes
-from offload.torch_private import autocast_keeps_copies, no_functions
+from offload.torch_private import WeakStorage, autocast_keeps_copies, no_functions, storage_use_count
 from swap import SwapStore
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ PASSES_REMEMBERED = 64  # whose highest peak the region leaves room for
 LEAST_GROWTH_SHARE = 1 / 8  # of the region: less is not worth a change
 HOLES_FACTOR = 1.3  # what the allocator may make of a peak when holes are left to it, which is faster
 WORTH_SAMPLING_BYTES = 256 << 10
+WORTH_ASKING_BYTES = 1 << 20  # of a storage: who else has it
 WORTH_TRIMMING_BYTES = 16 << 20
 # What helps where autocast has a copy of each parameter, which other remedies leave where it is.
 NO_COPIES = "torch.autocast(..., cache_enabled=False), which then keeps no copy of each fp32 parameter on the device"
@@ -133,7 +134,8 @@ class SavedActivation:
         self._freed: collections.deque[int] | None = None
         if activations is not None:
             self._key = tensor.untyped_storage().data_ptr() if address is None else address
-            activations.charge(tensor, self._key)
+            if activations.charge(tensor, self._key):
+                self.tensor = tensor.detach()
             self._freed = activations.freed
 
     def get(self) -> torch.Tensor:
@@ -208,7 +210,8 @@ class Activations:
         self._region = region
         self._meter = meter
         self._tensors: dict[int, int] = {}  # that are kept, per address of a storage
-        self._sizes: dict[int, int] = {}  # bytes of these; dicts of numbers: Python looks for garbage among all others
+        self._sizes: dict[int, int] = {}  # what is charged; dicts of numbers: Python looks for garbage among all others
+        self._parts: dict[int, WeakStorage] = {}  # of these, the storages that are charged in part
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
         self._seen_bytes = 0  # the same, by samples alone
@@ -255,21 +258,50 @@ class Activations:
 
     # --- as booked --------------------------------------------------------------------------------------------------
 
-    def charge(self, tensor: torch.Tensor, address: int) -> None:
-        """Charge a tensor's storage, which begins at `address`, once however many tensors view it."""
+    def charge(self, tensor: torch.Tensor, address: int) -> bool:
+        """Charge a tensor's storage, which begins at `address`, once however many tensors view it.
+
+        A tensor may be a small part of a large storage that somebody else has anyway: rows of data, or of a table. So
+        of such a storage the first tensor alone is charged, until nobody else has it.
+
+        Returns:
+            Whether that is so. What is kept then must not keep what the tensor is a view of.
+        """
         if self.freed:
             self.refund()
         tensors = self._tensors.get(address)
         if tensors is not None:
             self._tensors[address] = tensors + 1
-            return
-        size_bytes = tensor.untyped_storage().nbytes()
+            return address in self._parts
+        storage = tensor.untyped_storage()
+        size_bytes = storage.nbytes()
         self._tensors[address] = 1
+        is_part = size_bytes >= WORTH_ASKING_BYTES and tensor.nbytes <= size_bytes // 2
+        if is_part:
+            self._parts[address] = WeakStorage(storage)
+            size_bytes = tensor.nbytes
         self._sizes[address] = size_bytes
-        if self._owed_bytes or not self._claim.grow(size_bytes):
-            self._owed_bytes += size_bytes
+        self._book(size_bytes)
         if size_bytes >= WORTH_SAMPLING_BYTES:
             self.sample()
+        return is_part
+
+    def _book(self, size_bytes: int) -> None:
+        if self._owed_bytes or not self._claim.grow(size_bytes):
+            self._owed_bytes += size_bytes
+
+    def is_in_part(self, saved: SavedActivation) -> bool:
+        """Tell whether the storage of what is kept is charged in part."""
+        return saved._key in self._parts
+
+    def _charge_rest(self) -> None:
+        """Charge all of the storages that nobody else has any more."""
+        for address, weak in list(self._parts.items()):
+            storage = weak.get()
+            if storage is not None and storage_use_count(storage) - 1 <= self._tensors[address]:
+                del self._parts[address]
+                part_bytes, self._sizes[address] = self._sizes[address], storage.nbytes()
+                self._book(self._sizes[address] - part_bytes)
 
     def refund(self) -> None:
         """Give back the charges of tensors that are gone."""
@@ -280,6 +312,7 @@ class Activations:
                 tensors_of[address] -= 1
                 continue
             del tensors_of[address]
+            self._parts.pop(address, None)
             size_bytes = self._sizes.pop(address)
             owed = min(size_bytes, self._owed_bytes)
             self._owed_bytes -= owed
@@ -311,6 +344,8 @@ class Activations:
         """
         if self.freed:
             self.refund()
+        if self._parts:
+            self._charge_rest()
         if self._owed_bytes:
             missing = self._owed_bytes - self._budget.free_bytes
             if missing > 0:

@@ -84,8 +84,9 @@ class _Region:
 class _Uncharged(LeavingActivations):
     """Takes no note of what the device has room for."""
 
-    def charge(self, tensor: torch.Tensor, address: int) -> None:
-        """Charge nothing."""
+    def charge(self, tensor: torch.Tensor, address: int) -> bool:
+        """Charge nothing, nor anything in part."""
+        return False
 
     def refund(self) -> None:
         """Give nothing back."""
