@@ -76,9 +76,16 @@ class Rehearsals:
         return plan.with_activations(moved), dataclasses.replace(work, held_bytes=held)
 
     def _work(self, module: nn.Module, batch: Any, plan: Plan, **asked: Any) -> Work:
-        """Count it, and let the module be what it was: forwards count their calls, keep what they made, and draw."""
+        """Count it, and let the module be what it was: forwards count their calls, keep what they made, and draw.
+
+        A module in evaluation mode, as loaded ones are, is counted in training mode: a step is. Its ``train`` is not
+        called, for those of some libraries change weights. Parts of a module in training mode keep their own modes.
+        """
         state = BlockState(module, ())
         with state.put_back(), torch.random.fork_rng(devices=[]):
+            if not module.training:
+                for part in module.modules():
+                    part.training = True
             work = work_of(module, batch, **asked, dtype=self._dtype, on_cpu=plan.request.device_is_host)
         changed = state.changed()
         if changed is not None:

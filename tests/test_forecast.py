@@ -268,6 +268,35 @@ def test_a_plan_leaves_the_module_and_random_numbers_as_they_were(activations: s
     model(torch.ones(ROWS, WIDE)).sum().backward()
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_module_in_evaluation_mode_is_planned_as_it_trains(activations: str) -> None:
+    """So are those that transformers loads: they compute again in training mode alone."""
+    model = made_on_meta(tiny(), checkpointing=activations == "keep", chunked=False)
+
+    def work() -> Work | None:
+        return offload.plan(model, batch=(2, 64), hardware=DESKTOP, activations=activations).work
+
+    trains = work()
+    model.eval()
+    assert work() == trains
+    assert not any(module.training for module in model.modules())
+
+
+def test_parts_that_are_frozen_in_evaluation_mode_stay_so() -> None:
+    """A dropout in evaluation mode has no kernel."""
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Dropout(0.5))
+
+    def kernels() -> int:
+        work = offload.plan(model, batch=[torch.ones(ROWS, WIDE)], hardware=DESKTOP).work
+        assert work is not None
+        return sum(work.forward.values())
+
+    trains = kernels()
+    model[1].eval()
+    assert kernels() < trains
+    assert model.training and not model[1].training
+
+
 def test_a_plan_refuses_a_forward_that_changes_what_cannot_be_put_back() -> None:
     with pytest.raises(ConfigError, match="model Minding: its forward changed steps in place"):
         offload.plan(Minding(counts=True), batch=[torch.ones(ROWS, WIDE)], hardware=DESKTOP)
