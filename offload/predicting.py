@@ -189,18 +189,17 @@ def plan(
                 return planner(module, changed, rule, budgets)[0]
 
             trials = Trials(asked, found, replanned, made, rehearsals)
-            with contextlib.suppress(ConfigError):  # more than any machine has: nothing helps
-                remedies = tuple(
-                    remedies_of(
-                        trials.fits,
-                        Change("", asked, found.request.budgets, batch),
-                        work,
-                        room_bytes(found),
-                        may_chunk=made_here and not chunk_loss,
-                        may_checkpoint=may_checkpoint and not checkpointing,
-                        checkpointing=checkpointing,
-                    )
+            remedies = tuple(
+                remedies_of(
+                    trials.fits,
+                    Change("", asked, found.request.budgets, batch),
+                    work,
+                    room_bytes(found),
+                    may_chunk=made_here and not chunk_loss,
+                    may_checkpoint=may_checkpoint and not checkpointing,
+                    checkpointing=checkpointing,
                 )
+            )
         if machine is None or timing is None:
             return Forecast(found, None, work, None, tokens, {}, remedies=remedies)
         if ranks > 1:

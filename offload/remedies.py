@@ -7,6 +7,7 @@ does. Next: :mod:`offload.trials` tells it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -15,9 +16,11 @@ from typing import Any
 
 from offload.activations.ledger import with_margin
 from offload.config import Config
+from offload.errors import ConfigError
 from offload.memory.budget import Tier
 from offload.planning.choosing import AUTO, OFFLOAD, RECOMPUTE
 from offload.planning.work import Work, is_ids
+from offload.sizes import parse_bytes
 
 EIGHTHS = (8, 9, 10, 12, 16)  # of the device budget that should do, which are tried
 
@@ -109,7 +112,7 @@ def remedies_of(
     if ids and batch[0] > 1:
         likely = max(int(batch[0] * room_bytes / work.device_bytes), 1)
         ways.append([size(many, batch[1]) for many in dict.fromkeys((likely, max(likely // 2, 1), 1))])
-    alone = [next((change for way in each if fits(change := way(start))), None) for each in (*memory, *ways)]
+    alone = [_first(fits, start, ([way] for way in each)) for each in (*memory, *ways)]
     yield from (change.text for change in alone if change is not None)
     if not any(alone):
         found = _together(fits, start, ways)
@@ -122,15 +125,21 @@ def remedies_of(
             found = _first(fits, start, ([each, *some] for each in sizes for some in most))
         yield from (change.text for change in (found,) if change is not None)
     enough = start.budgets[Tier.DEVICE] + need - room_bytes
-    larger = [_larger(start, enough * eighths // 8) for eighths in EIGHTHS]  # units of a larger device may be larger
-    bought = next((change for each in larger for change in (each, wider(each)) if fits(change)), None)
+    larger = [_larger(enough * eighths // 8) for eighths in EIGHTHS]  # units of a larger device may be larger
+    bought = _first(fits, start, (some for each in larger for some in ([each], [each, wider])))
     if bought is not None:
         yield bought.text
 
 
-def _larger(start: Change, device_bytes: int) -> Change:
+def _larger(device_bytes: int) -> Way:
     size = _whole_mib(device_bytes)
-    return start.and_(f'max_memory["device"]="{size >> 20}MiB"', budgets={**start.budgets, Tier.DEVICE: size})
+    said = f"{size >> 20}MiB"
+
+    def larger(change: Change) -> Change:
+        parse_bytes(said, subject=Tier.DEVICE.value)  # as whoever follows it does: no machine may have as much
+        return change.and_(f'max_memory["device"]="{said}"', budgets={**change.budgets, Tier.DEVICE: size})
+
+    return larger
 
 
 def _together(fits: Callable[[Change], bool], start: Change, ways: Sequence[Sequence[Way]]) -> Change | None:
@@ -140,9 +149,13 @@ def _together(fits: Callable[[Change], bool], start: Change, ways: Sequence[Sequ
 
 
 def _first(fits: Callable[[Change], bool], start: Change, tried: Iterable[Sequence[Way]]) -> Change | None:
-    """Return the first of the changes that do, each of some ways together."""
-    changes = (functools.reduce(lambda change, way: way(change), ways, start) for ways in tried)
-    return next((change for change in changes if fits(change)), None)
+    """Return the first of the changes that do, each of some ways together; options may refuse one of these."""
+    for ways in tried:
+        with contextlib.suppress(ConfigError):
+            change = functools.reduce(lambda change, way: way(change), ways, start)
+            if fits(change):
+                return change
+    return None
 
 
 def _whole_mib(size_bytes: int) -> int:

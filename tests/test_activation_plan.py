@@ -339,6 +339,15 @@ def test_where_not_even_one_token_fits_that_is_said() -> None:
     assert of_tensors.remedy().endswith("; no change that was tried does; take a smaller batch")
 
 
+def test_a_change_that_options_refuse_keeps_no_other_one_from_being_tried() -> None:
+    """What leaves passes in room for activations, and here is none."""
+    config = pytest.importorskip("transformers").LlamaConfig(**LLAMA)
+    found = offload.plan(config, batch=(1, 64), checkpointing=True, **{**LAST, "activation_memory": 0})
+    assert not found.fits
+    shorter, larger = found.remedies
+    assert shorter.startswith("micro-batches of 1x") and larger.startswith('max_memory["device"]="')
+
+
 def test_what_has_no_room_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage that finds none speaks for all that wait and are as large: with hundreds, asking each took seconds."""
     asked = {"storages": 0, "rooms": 0}

@@ -881,9 +881,10 @@ def test_json_as_deep_as_nobody_writes_it_is_refused(tmp_path: Path, capsys: pyt
             offload.plan(tiny(), **{option: tmp_path / "deep.json"})
 
 
-def test_a_batch_of_which_no_machine_has_the_memory_has_no_remedy() -> None:
+def test_a_batch_of_which_no_machine_has_the_memory_is_offered_no_larger_device() -> None:
     found = offload.plan("llama-3.2-1b", batch=(100_000_000_000, 1), hardware="rtx4090")
-    assert not found.fits and not found.remedies
+    assert not found.fits
+    assert found.remedies and all(re.fullmatch(r"micro-batches of \d+x1", text) for text in found.remedies)
 
 
 def test_a_batch_that_cannot_be_read_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:
