@@ -8,6 +8,7 @@ import json
 import math
 import random
 import re
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ from offload.memory import limits
 from offload.memory.budget import Tier
 from offload.memory.limits import HOST_HEADROOM
 from offload.meta_models import made_on_meta
+from offload.planning import meta_operators
+from offload.planning import work as planning_work
 from offload.planning.asked import Request
 from offload.planning.hardware import DESKTOP, H200
 from offload.planning.moved import lane_seconds
@@ -220,6 +223,28 @@ class Experts(nn.Module):
 def test_products_of_experts_are_counted_in_any_dtype(dtype: torch.dtype) -> None:
     work = work_of(Experts(dtype), [torch.ones(ROWS, WIDE), torch.ones(4, dtype=torch.int32)])
     assert work.flops == 2 * 2 * ROWS * WIDE * 32  # forward, and the gradient of the weight
+
+
+ATEN = torch.ops.aten
+
+
+class Older:
+    """Operators of a torch without products of groups."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_grouped_mm":
+            raise AttributeError(name)
+        return getattr(ATEN, name)
+
+
+def test_a_torch_without_products_of_experts_counts_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops, "aten", Older())
+        older = runpy.run_path(meta_operators.__file__)
+    for module in (meta_operators, planning_work):
+        monkeypatch.setattr(module, "_aten", Older())
+        monkeypatch.setattr(module, "GROUPED_MM", older["GROUPED_MM"])
+    assert work_of(Block(), [torch.ones(ROWS, WIDE)]).flops == 5 * FLOPS
 
 
 @pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])

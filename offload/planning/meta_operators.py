@@ -14,11 +14,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _aten = torch.ops.aten
+GROUPED_MM = getattr(_aten, "_grouped_mm", None)  # older versions of torch have none
 
 
 def run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator; the meta device has products of groups in bf16 alone, others have it in more dtypes."""
-    if func.overloadpacket is not _aten._grouped_mm or args[0].dtype is torch.bfloat16:
+    if func.overloadpacket is not GROUPED_MM or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
     left, right = (torch.empty_like(tensor, dtype=torch.bfloat16) for tensor in args[:2])
     output = func(left, right, *args[2:], **kwargs)

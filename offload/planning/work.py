@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from offload.errors import ConfigError, StateError
 from offload.nested import tensors_in
 from offload.planning.hardware import Hardware
-from offload.planning.meta_operators import AsDevicesHave, run_on_meta
+from offload.planning.meta_operators import GROUPED_MM, AsDevicesHave, run_on_meta
 from offload.planning.partition import UnitTree
 from offload.planning.uses import Recording, Uses
 from offload.torch_private import DispatchMode, storage_place
@@ -502,7 +502,7 @@ def _filled(form: Any) -> Any:
 def _kernel(func: Any, args: Any, kwargs: Any, output: Any, tensors: Sequence[torch.Tensor]) -> Kernel:
     packet = func.overloadpacket
     flops = 0.0
-    if packet is _aten._grouped_mm:  # of experts: one operand or the result has a dimension for them, tokens have not
+    if packet is GROUPED_MM:  # of experts: one operand or the result has a dimension for them, tokens have not
         left, right = args[:2]
         flops = 2.0 * left.numel() * right.shape[-1]
     if packet in flop_registry:
