@@ -19,6 +19,7 @@ from offload.checkpoint.optimizer_state import OptimizerStates
 from offload.errors import TRAIN_MORE, ConfigError, StateError
 from offload.interrupt import Deferral
 from offload.kernels.optimizers import Adam, AdamW
+from offload.nested import tensors_in
 from offload.optim import progress
 from offload.optim.offloaded_states import OffloadedStates, refuse
 from offload.optim.probe import of_added
@@ -40,6 +41,40 @@ class Calls:
     step: Callable[[], object]
     zero_grad: Callable[[], None]
     deferral: Deferral
+
+
+def refuse_spec(spec: OptimizerSpec | torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse what a user gave, if no engine of a model with these parameters could train with it.
+
+    Raises:
+        ConfigError: it has parameters of another model; or it is to have all that are trained, and there are none.
+    """
+    if isinstance(spec, OptimizerSpec):
+        _trainable(parameters)
+        groups = [] if spec.params is None else spec.params.copies()
+    else:
+        groups = spec.param_groups
+    own = set(map(id, parameters))
+    for parameter in tensors_in([group["params"] for group in groups]):
+        if id(parameter) not in own:
+            raise _foreign(parameter)
+
+
+def _trainable(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    found = [parameter for parameter in parameters if parameter.requires_grad]
+    if not found:
+        raise ConfigError(
+            "model: expected parameters that require a gradient but all are frozen; call requires_grad_(True) on what "
+            "is to be trained, or leave the optimizer out to evaluate"
+        )
+    return found
+
+
+def _foreign(parameter: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; make the optimizer from "
+        "model.parameters() of the same model"
+    )
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -90,12 +125,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             super().__init__([{**group} for group in spec.param_groups], dict(spec.defaults))
             self.param_groups = spec.param_groups  # shared: schedulers made for `spec` keep working
         else:
-            trainable = [p for p in parameters if p.requires_grad]
-            if not trainable:
-                raise ConfigError(
-                    "model: expected parameters that require a gradient but all are frozen; call requires_grad_(True) "
-                    "on what is to be trained, or leave the optimizer out to evaluate"
-                )
+            trainable = _trainable(parameters)
             given: list[Any] = trainable if spec.params is None else spec.params.copies()
             try:
                 super().__init__(given, spec.options())
@@ -173,10 +203,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _refuse_if_foreign(self, parameter: torch.Tensor) -> None:
         if id(parameter) not in self._trained:
-            raise ConfigError(
-                f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; make the "
-                "optimizer from model.parameters() of the same model"
-            )
+            raise _foreign(parameter)
 
     def _refuse_added(self, group: Any) -> None:
         """Check a group that is to be added, as far as torch does not.

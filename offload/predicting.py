@@ -34,6 +34,7 @@ from offload.meta_models import made_on_meta, names_dtype, positions_of, shorten
 from offload.module.quantized import ready_meanwhile
 from offload.module.refusals import refuse_model
 from offload.optim.rules import Rule, rule_of
+from offload.optimizer import refuse_spec
 from offload.planning.asked import Request
 from offload.planning.choosing import AUTO, KEEP, choose
 from offload.planning.hardware import Hardware
@@ -155,6 +156,8 @@ def plan(
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)
+    if optimizer is not None:  # else it may be a plan to evaluate
+        refuse_spec(spec, list(module.parameters()))
     _check_length(module, batch)
     refuse_options(ranks, spec, rule)
     with ready_meanwhile(module, cast):

@@ -796,6 +796,21 @@ def test_what_an_engine_refuses_is_not_planned(wrap: Callable[[nn.Module], nn.Mo
         offload.plan(wrap(nn.Linear(4, 4)), hardware="rtx4090")
 
 
+@pytest.mark.parametrize("make", [torch.optim.RMSprop, torch.optim.AdamW, offload.AdamW])
+def test_an_optimizer_that_an_engine_refuses_is_not_planned_with(make: Callable[[Any], Any]) -> None:
+    model, other = nn.Linear(4, 4), nn.Linear(8, 4)
+    with pytest.raises(ConfigError, match=r"^optimizer: a parameter of shape \(4, 8\) is not one of the model's"):
+        offload.plan(model, make(other.parameters()), hardware="rtx4090")
+    assert offload.plan(model, make(model.named_parameters()), hardware="rtx4090").fits
+
+
+def test_a_frozen_model_is_planned_without_an_optimizer_alone() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    assert offload.plan(model, hardware="rtx4090").fits
+    with pytest.raises(ConfigError, match=r"^model: expected parameters that require a gradient but all are frozen"):
+        offload.plan(model, offload.AdamW(), hardware="rtx4090")
+
+
 def test_what_several_ranks_refuse_is_not_planned_for_them() -> None:
     model = nn.Linear(4, 4)
     own, kernel = torch.optim.RMSprop(model.parameters()), torch.optim.AdamW(model.parameters())
