@@ -232,9 +232,12 @@ def _check_module_options(checkpointing: bool | None, chunk_loss: bool) -> None:
 
 def _check_length(module: nn.Module, batch: Any) -> None:
     """Refuse sequences that end in an error when they are run: on shapes, nobody sees that a table is too short."""
-    if not is_ids(batch) or not is_a(module, "transformers", "PreTrainedModel"):
+    model: Any = module
+    if is_a(module, "peft", "PeftModel"):
+        model = model.get_base_model()
+    if not is_ids(batch) or not is_a(model, "transformers", "PreTrainedModel"):
         return
-    length, positions = max(batch[1:], default=0), positions_of(module)
+    length, positions = max(batch[1:], default=0), positions_of(model)
     if positions is not None and length > positions:
         raise ConfigError(
             f"batch: expected sequences of at most {positions} tokens, the model's positions, but got {length}; take "

@@ -675,6 +675,11 @@ def test_sequences_longer_than_a_table_of_positions_are_refused(
     assert offload.plan(tiny(), batch=(1, 4096), hardware="desktop").fits  # computes them, and its config names 2048
     with pytest.raises(ConfigError, match="batch: expected .rows, length."):
         offload.plan(tiny(), batch=(25,), hardware="desktop")
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(made_on_meta(tmp_path, checkpointing=False, chunked=False), peft.LoraConfig())
+    assert offload.plan(adapted, batch=(1, 24), hardware="desktop").fits
+    with pytest.raises(ConfigError, match="batch: expected sequences of at most 24 tokens"):
+        offload.plan(adapted, batch=(1, 25), hardware="desktop")
 
 
 def test_updates_of_lamb_read_twice() -> None:
