@@ -482,6 +482,24 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
     }
 
 
+def test_a_budget_comes_in_place_of_the_one_that_a_file_has_under_another_name(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"max_memory": {"0": "8GiB", "host": "2GiB"}}')
+    words = [*REQUIRED, "--config", str(config), "--device-memory", "700MiB"]
+    made = settings_of(cli.build_parser().parse_args(words))
+    assert made.engine_options["max_memory"] == {"device": "700MiB", "host": "2GiB"}
+
+
+def test_budgets_of_a_file_that_are_no_object_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, text = tmp_path / "config.json", tmp_path / "t.txt"
+    text.write_text("words")
+    words = ["finetune", "--model", str(tmp_path), "--text", str(text), "--config", str(config)]
+    for content, message in (('{"max_memory": "8GiB"}', "max_memory: expected a mapping"), ("[" * 100_000, "as JSON")):
+        config.write_text(content)
+        assert cli.main([*words, "--device-memory", "4GiB"]) != 0
+        assert message in capsys.readouterr().err
+
+
 def test_nothing_is_set_that_was_not_asked_for() -> None:
     made = settings_of(cli.build_parser().parse_args(REQUIRED))
     assert made == Settings(model=Path("m"), data=Path("t")) and made.engine_options == {}

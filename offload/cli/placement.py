@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from offload.cli.options import option
-from offload.errors import ConfigError
+from offload.config import tier_named, values_of
 
 memory = functools.partial(option, "memory (sizes such as 700MiB, 8GiB, 80%; default: what is free)")
 
@@ -43,21 +43,18 @@ class PlacementSettings:
         Raises:
             ConfigError: the file cannot be read.
         """
-        options: dict[str, Any] = {} if self.config is None else _read_options(self.config)
+        options: dict[str, Any] = values_of(self.config)
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         given.pop("config", None)
         tiers = ("device", "cpu", "nvme")
         budgets = {tier: given.pop(f"{tier}_memory") for tier in tiers if f"{tier}_memory" in given}
         if budgets:
-            given["max_memory"] = {**(options.get("max_memory") or {}), **budgets}
+            given["max_memory"] = _on_top(budgets, options.get("max_memory"))
         return options | given
 
 
-def _read_options(path: Path) -> dict[str, Any]:
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config file {path}: cannot be read as JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise ConfigError(f"config file {path}: expected a JSON object at the top")
-    return options
+def _on_top(budgets: dict[str, Any], given: Any) -> Any:
+    """Return the budgets of a file with others on top. What is no mapping stays, so that the engine refuses it."""
+    if given is not None and not isinstance(given, Mapping):
+        return given
+    return {key: value for key, value in (given or {}).items() if tier_named(key) not in budgets} | budgets

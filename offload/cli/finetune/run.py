@@ -283,13 +283,13 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
     out = stream if stream is not None else sys.stdout
     refuse_another_run(settings)
     begin = time.perf_counter()
-    given = dict(settings.engine_options.get("max_memory") or {})
     options = offload.Config.load(
         settings.engine_options,
         max_grad_norm=settings.max_grad_norm,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         **_durable_options(settings),
     )
+    given = options.budgets()
     tokenizer, data = _tokenized(settings)
     from transformers import AutoModelForCausalLM  # noqa: F401 (counts to the baseline)
 
