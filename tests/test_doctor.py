@@ -83,6 +83,9 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"extension_errors": {"swap._aio": "no module"}}, "extensions", Level.PROBLEM, "pip install ."),
         ({"gpus": ()}, "gpu", Level.PROBLEM, "nvidia-smi"),
         ({"gpus": (), "torch_cuda": None}, "gpu", Level.PROBLEM, "built with CUDA"),
+        ({"gpus": (), "visible_gpus": ""}, "gpu", Level.PROBLEM, "unset CUDA_VISIBLE_DEVICES"),
+        ({"gpus": (), "torch": None, "torch_cuda": None}, "torch", Level.PROBLEM, "pip install torch"),
+        ({"gpus": (), "torch_error": "ImportError", "torch_cuda": None}, "torch", Level.PROBLEM, "again"),
         (
             {"gpus": (GpuFacts(name="T4", memory_bytes=16 * GIB, capability=(7, 5)),)},
             "gpu",

@@ -109,6 +109,7 @@ class Facts:
     gpus: tuple[GpuFacts, ...] = ()  # that torch can use
     gpu_present: bool = False  # a driver for NVIDIA GPUs is loaded
     gpu_driver: str | None = None
+    visible_gpus: str | None = None  # CUDA_VISIBLE_DEVICES, None where it is not set
     page_lock_refusal: str | None = None  # why the first GPU cannot copy from host memory by itself, None where it can
     update_refusal: str | None = None  # why the first GPU makes no updates, None where their bits are the CPU's
     operators_measured: int = 0  # of models, on this machine
@@ -177,6 +178,7 @@ def _extension_facts() -> dict[str, Any]:
 
 def _torch_facts() -> dict[str, Any]:
     values: dict[str, Any] = {"torch": machine.version_of("torch"), "gpu_driver": _gpu_driver()}
+    values["visible_gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         import torch
 
@@ -329,9 +331,14 @@ def _gpu(facts: Facts) -> Verdicts:
     driver = f"driver {facts.gpu_driver}" if facts.gpu_driver else "driver version unknown"
     if not facts.gpus and not facts.gpu_present:
         return _ok("none; models train on the processor")
-    if not facts.gpus and facts.torch is not None and facts.torch_cuda is None:
+    if not facts.gpus and (facts.torch is None or facts.torch_error is not None):
+        return []  # nobody knows whether torch could use it
+    if not facts.gpus and facts.torch_cuda is None:
         remedy = "install a torch that is built with CUDA (https://pytorch.org/get-started/locally)"
         return _problem(f"present ({driver}), but torch is built without CUDA", remedy)
+    if not facts.gpus and facts.visible_gpus is not None:
+        text = f"present ({driver}), but torch sees none with CUDA_VISIBLE_DEVICES={facts.visible_gpus!r}"
+        return _problem(text, "unset CUDA_VISIBLE_DEVICES, or name GPUs in it that nvidia-smi -L lists")
     if not facts.gpus:
         remedy = f"install a driver that supports CUDA {facts.torch_cuda}, and look at nvidia-smi"
         return _problem(f"present ({driver}), but torch cannot use it", remedy)
