@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -186,8 +187,14 @@ class Config:
         for option in ("max_grad_norm", "io_deadline_s", "initial_loss_scale", "min_loss_scale"):
             value = getattr(self, option)
             absent = value is None and option == "max_grad_norm"
-            if not absent and not (isinstance(value, (int, float)) and value > 0):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not absent and not (is_number and value > 0):
                 raise ConfigError(f"{option}: expected a number > 0 but got {value!r}")
+            if option.endswith("loss_scale") and math.isinf(value):  # half of it is as much, and all is lost
+                raise ConfigError(f"{option}: expected a finite number > 0 but got {value!r}")
+        for option in ("background_checkpoints", "prefetch", "visible"):
+            if not isinstance(getattr(self, option), bool):
+                raise ConfigError(f"{option}: expected True or False but got {getattr(self, option)!r}")
         for option in ("chunk_numel", "threads", "loss_scale_window", "loss_scale_hysteresis", "log_every"):
             value = getattr(self, option)
             absent = value is None and option in ("chunk_numel", "threads", "log_every")
