@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.engine import Engine
+from offload.kernels import cpu_adam
 from offload.kernels.optimizers import SGD
 from offload.memory import drives
 from offload.memory.arena import HOST, HostArena, bytes_at
@@ -81,7 +82,8 @@ class Here:
         """Read what is kept of the machine; with `again`, forget it."""
         self._device = device
         self.file = drives.cache_file().with_name("measured.json")
-        self._name = f"{device.name()}; {cpu_name()}; torch {torch.__version__}; {torch.get_num_threads()} threads"
+        threads = f"{torch.get_num_threads()} threads, {cpu_adam.num_threads()} of updates"
+        self._name = f"{device.name()}; {cpu_name()}; torch {torch.__version__}; {threads}"
         known = {} if again else read_kept(self.file).get(self._name)
         self._known: dict[str, Any] = known if isinstance(known, dict) else {}
 

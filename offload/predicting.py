@@ -25,6 +25,7 @@ from offload.classes import is_a
 from offload.config import Config, tier_named, values_of
 from offload.errors import BudgetError, ConfigError
 from offload.forecast import NEAR, Clipping, Forecast, given_way, missing_bytes, room_bytes
+from offload.kernels import cpu_adam
 from offload.kernels.optimizers import AdamW
 from offload.memory.budget import Tier
 from offload.memory.devices import is_host, open_device
@@ -335,10 +336,12 @@ def _measured(
     from swap import SwapError
 
     found = next(iter(cases.values()))[0]
-    known = Here(open_device(asked.device), again=again)
     # The generator of the caller stays as it is, and gradients are computed wherever this is called.
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), contextlib.ExitStack() as asking:
+        if asked.threads is not None:
+            asking.enter_context(contextlib.closing(cpu_adam.Threads(asked.threads)))
         try:
+            known = Here(open_device(asked.device), again=again)
             machine = known.hardware(
                 spec,
                 state_dtype=asked.state_dtype,

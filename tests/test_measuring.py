@@ -18,6 +18,7 @@ from offload import measuring
 from offload.cli.doctor import diagnose, gather
 from offload.cli.main import main
 from offload.errors import BudgetError
+from offload.kernels import cpu_adam
 from offload.measuring import Here, seconds_of
 from offload.memory import drives, limits
 from offload.memory.device import Device
@@ -25,6 +26,7 @@ from offload.memory.devices import open_device
 from offload.memory.kept import keep
 from offload.memory.machine import queued_s
 from offload.optim.rules import StepOf
+from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.work import Blank, Call, work_of
 from offload.sizes import MIB
 from offload.spec import Hyper
@@ -271,6 +273,23 @@ def test_measuring_leaves_the_generator_as_it_is_and_needs_no_gradients_of_the_c
     with mode():
         assert offload.plan(model, batch=TOKENS, hardware="here", measure_again=True).timing is not None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_machine_is_measured_with_the_threads_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And apart from the same machine with other ones."""
+    seen = list[tuple[int, str]]()
+
+    def noted(here: Here, *_: Any, **__: Any) -> Hardware:
+        seen.append((cpu_adam.num_threads(), here._name))
+        return DESKTOP
+
+    monkeypatch.setattr(Here, "hardware", noted)
+    monkeypatch.setattr(Here, "timed", lambda _, work, __: work)
+    before = cpu_adam.num_threads()
+    for threads in (before + 1, before + 2):
+        offload.plan(Model(), batch=TOKENS, hardware="here", threads=threads)
+        assert cpu_adam.num_threads() == before and seen[-1][0] == threads
+    assert len({name for _, name in seen}) == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"other machine": {}}'])
