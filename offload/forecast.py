@@ -204,6 +204,8 @@ class Forecast:
         yield f"  bound {figures(timing.bound_s)} s, fill {figures(fill_s)} s"
         if self.updates_as_kernel is not None:
             yield f"  updates are counted as a kernel's; those of {self.updates_as_kernel} may take ten times as long"
+        if self.plan.request.commit:
+            yield "  commits are not in these seconds: what they write and wait for comes on top"
         for what, seconds in self.savings.items():
             yield f"  with {what}: {figures(seconds)} s"
         if self.clipping is not None:

@@ -124,6 +124,11 @@ def plan(
             f"device: expected an accelerator beside hardware {machine.name}, which has one, but got "
             f'{str(asked.device)!r}; leave device out, or pass hardware="{HERE}"'
         )
+    if batch is not None and hardware is not None and not asked.prefetch:
+        raise ConfigError(
+            "prefetch: expected True beside a machine and a batch, for seconds are those of fetching ahead, but got "
+            "False; leave it out, or leave hardware out to have bytes"
+        )
     if batch is not None and asked.gradient_accumulation_steps > _MOST_MICRO_BATCHES:
         raise ConfigError(
             f"gradient_accumulation_steps: expected at most {_MOST_MICRO_BATCHES} beside a batch, whose passes are "

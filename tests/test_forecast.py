@@ -884,6 +884,19 @@ def test_a_device_that_the_machine_has_not_is_refused(device: str, words: str) -
     offload.plan(nn.Linear(8, 8), hardware="desktop", device="cuda")
 
 
+def test_seconds_without_fetching_ahead_are_refused_and_bytes_are_not() -> None:
+    given: dict[str, Any] = {"batch": [torch.ones(2, WIDE)], "prefetch": False}
+    with pytest.raises(ConfigError, match="^prefetch: expected True beside a machine and a batch"):
+        offload.plan(Block(), hardware=DESKTOP, **given)
+    assert offload.plan(Block(), **given).fits and offload.plan(Block(), hardware=DESKTOP, prefetch=False).fits
+
+
+def test_a_durable_run_is_told_that_its_commits_are_not_in_the_seconds(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"batch": [torch.ones(2, WIDE)], "hardware": DESKTOP, "max_memory": {"nvme": "1GiB"}}
+    texts = [str(offload.plan(Block(), **given, **{name: tmp_path})) for name in ("run_dir", "nvme_path")]
+    assert ["commits are not in these seconds" in text for text in texts] == [True, False]
+
+
 @pytest.mark.parametrize("options", [{"config": 5}, {"measure_again": True, "hardware": "here"}])
 def test_options_that_make_no_sense_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(offload.ConfigError, match=f"^{next(iter(options))}: expected"):
