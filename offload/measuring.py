@@ -172,6 +172,8 @@ class Here:
         step = _step_of(optimizer)
         what = f"{_who_makes(step, optimizer)} with {state_dtype}"
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
+        if tuned := drives.store_options(paths):  # which `offload tune` may change
+            names += f" with {', '.join(f'{name} {value}' for name, value in tuned.items())}"
         at_once = f"{chunk_numel} elements at once"
         rates = self._value(
             f"updates of {what}, {at_once}",

@@ -328,17 +328,12 @@ def test_no_value_of_the_file_stands_for_a_number(value: object, parts: tuple[st
     assert here._value("memory of device", lambda: found, parts) == found
 
 
-def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path) -> None:
+def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more if `offload tune` has found other settings for it."""
     memory = {"device": "1MiB", "cpu": "8MiB", "nvme": "64MiB"}
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
-    found = offload.plan(
-        model,
-        batch=[torch.ones(1, 128)],
-        hardware="here",
-        nvme_path=tmp_path,
-        max_memory=memory,
-        offload_optimizer="nvme",
-    )
+    options: dict[str, Any] = {"nvme_path": tmp_path, "max_memory": memory, "offload_optimizer": "nvme"}
+    found = offload.plan(model, batch=[torch.ones(1, 128)], hardware="here", **options)
     assert found.hardware is not None
     assert found.hardware.drive_read_bytes_s > 1e6
     assert found.timing is not None
@@ -347,6 +342,11 @@ def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path) -> None:
     assert found.hardware.update_bytes_s == known[streamed]
     assert found.timing.seconds["drive"] > 0
     assert not list(tmp_path.glob("*.swap"))
+    settings = {"engine": "threads", "queue_depth": 2, "block_bytes": 1 << 16, "threads": 1}
+    monkeypatch.setattr(drives, "store_options", lambda _: settings)
+    offload.plan(model, batch=[torch.ones(1, 128)], hardware="here", **options)
+    (known,) = json.loads(Here(open_device("cpu")).file.read_text()).values()
+    assert ["queue_depth 2" in name for name in known if "drive " in name].count(True) == 2
 
 
 def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
