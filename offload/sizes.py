@@ -57,7 +57,7 @@ def _parsed(value: int | str | float, subject: str, examples: str) -> int | Shar
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f'{subject}: expected bytes as int or text like "8GiB" but got {value!r}')
     if not isinstance(value, str):
-        if not math.isfinite(value) or value < 0 or value != int(value):
+        if value < 0 or (isinstance(value, float) and not value.is_integer()):
             raise ConfigError(f"{subject}: expected a whole, non-negative number of bytes but got {value!r}")
         return int(value)
     match = _SIZE.match(value)
@@ -70,7 +70,8 @@ def _parsed(value: int | str | float, subject: str, examples: str) -> int | Shar
         return Share(number / 100)
     if unit.upper() not in _UNITS:
         raise ConfigError(f"{subject}: unknown unit in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB, TB or %")
-    return int(number * _UNITS[unit.upper()])
+    size = number * _UNITS[unit.upper()]
+    return int(size) if math.isfinite(size) else MOST_BYTES + 1
 
 
 def format_bytes(size_bytes: float) -> str:

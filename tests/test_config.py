@@ -54,7 +54,7 @@ def test_byte_counts(value: Any, size: int | Share) -> None:
 @pytest.mark.parametrize(
     "value",
     ["", "GiB", "8 XiB", "8GiBs", "-1", "-5GiB", "1e9", "1 2", "0%", "101%", "%", "eight", -1, 1.5]
-    + [True, None, [8], b"8GiB", float("nan"), float("inf"), -float("inf")],
+    + [True, None, [8], b"8GiB", float("nan"), float("inf"), -float("inf"), 10**310, "9" * 310, "9" * 310 + "GiB"],
 )
 def test_what_is_not_a_byte_count_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError, match="budget of"):

@@ -166,12 +166,14 @@ def test_a_part_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "text"),
     [
         (["--cluster", "dgx2"], "invalid choice"),
-        (["--gpus", "0"], "whole number of at least 1"),
-        (["--gpus", "8,x"], "whole number of at least 1"),
+        (["--gpus", "0"], "whole number from 1 to"),
+        (["--gpus", "8,x"], "whole number from 1 to"),
         (["--parameters", "7"], "parameters such as 7B"),
         (["--parameters", "0B"], "parameters such as 7B"),
         (["--parameters", "0.0000001M"], "parameters such as 7B"),
-        (["--tokens", "-1"], "whole number of at least 1"),
+        (["--parameters", "9" * 310 + "T"], "parameters such as 7B"),
+        (["--tokens", "-1"], "whole number from 1 to"),
+        (["--tokens", "9" * 310], "whole number from 1 to"),
     ],
 )
 def test_bad_input(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

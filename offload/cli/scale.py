@@ -26,6 +26,7 @@ DESCRIPTION = (
 _LAYERS = ((0, 32), (50_000_000_000, 80), (300_000_000_000, 126), (700_000_000_000, 128))  # from how many parameters on
 _LETTERS = {"M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([MBT])")
+_MOST = 10**18  # of anything: no cluster has as much
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,10 +138,10 @@ def _short(parameters: int) -> str:
 
 def _parameter(text: str) -> int:
     match = _NUMBER.fullmatch(text)
-    parameters = int(float(match[1]) * _LETTERS[match[2]]) if match else 0
-    if not parameters:
+    parameters = float(match[1]) * _LETTERS[match[2]] if match else 0
+    if not 1 <= parameters <= _MOST:
         raise argparse.ArgumentTypeError(f"expected parameters such as 7B, 70B or 1T but got {text!r}")
-    return parameters
+    return int(parameters)
 
 
 def _parameters(text: str) -> tuple[int, ...]:
@@ -148,8 +149,8 @@ def _parameters(text: str) -> tuple[int, ...]:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1 but got {text!r}")
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to {_MOST} but got {text!r}")
     return int(text)
 
 
