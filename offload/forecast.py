@@ -13,12 +13,14 @@ from typing import Any
 from offload.activations.ledger import with_margin
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
+from offload.planning.moved import trained_of
 from offload.planning.plan import Plan
 from offload.planning.shared import least_of
 from offload.planning.timing import Timing
 from offload.planning.work import Work
 from offload.sizes import PAGE_BYTES, figures, format_bytes
 
+_NAMED = 3  # of units in one line
 NEAR = 1.15  # of the bound without clipping, which a step that clips is to take
 
 
@@ -94,6 +96,12 @@ class Forecast:
         return None if own is None or work is None or work.measured_s is not None else own.name
 
     @property
+    def without_gradient(self) -> list[str]:
+        """The names of units that are trained, and get no gradient with this batch: an engine does not update them."""
+        reached = None if self.work is None else self.work.reached
+        return [] if reached is None else [unit.name for unit in trained_of(self.plan) if unit.index not in reached]
+
+    @property
     def least(self) -> tuple[str, float] | None:
         """Of several ranks, the lane that takes longest of a micro-batch with its update, and its seconds. Else None.
 
@@ -122,7 +130,8 @@ class Forecast:
         Returns:
             ``plan`` as its own, ``fits``, and ``remedies`` if it does not. With a batch: ``flops``, ``tokens``, and
             ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device, ``peak_bytes``
-            per tier, and of :class:`.Work` ``assumed``, ``unmeasured`` and ``too_large``. With a machine, too:
+            per tier, ``without_gradient``, and of :class:`.Work` ``assumed``, ``unmeasured`` and ``too_large``. With a
+            machine, too:
             ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per lane, ``bytes``
             per lane, ``early_units`` that are updated during backward, ``savings``, and ``updates_as_kernel``; if steps
             clip, ``clipping`` with the attributes of :class:`Clipping`; and if budgets are more than the machine has,
@@ -135,7 +144,7 @@ class Forecast:
             found |= {"device_activation_bytes": self.work.device_bytes}
             found["peak_bytes"] = {tier.value: size for tier, size in self.peak_bytes.items()}
             found |= {"assumed": self.work.assumed, "unmeasured": list(self.work.unmeasured)}
-            found |= {"too_large": list(self.work.too_large)}
+            found |= {"too_large": list(self.work.too_large), "without_gradient": self.without_gradient}
         if not self.fits:
             found["remedies"] = list(self.remedies)
         if self.timing is not None and self.hardware is not None:
@@ -182,6 +191,10 @@ class Forecast:
             if self.work.assumed:
                 questions = "a question" if self.work.assumed == 1 else f"{self.work.assumed} questions"
                 yield f"  assumed: yes, to {questions} of the model about values of tensors"
+            if missing := self.without_gradient:
+                others = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+                named = f"{', '.join(missing[:_NAMED])}{others}"
+                yield f"  no gradient with this batch: {named}; an engine leaves their updates out, seconds count them"
             peaks = ", ".join(f"{tier.value} {format_bytes(size)}" for tier, size in self.peak_bytes.items() if size)
             locked = self.plan.page_locked_bytes
             host = f"; {format_bytes(locked)} of cpu page-locked" if locked else ""

@@ -715,6 +715,30 @@ def test_a_model_that_sees_images_is_all_of_it() -> None:
     assert not made.get_decoder().config.use_cache
 
 
+class Heads(nn.Module):
+    """Has a lookup, and as many heads as it is told to; it computes with the first one."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.lookup = nn.Embedding(WIDE, WIDE)
+        self.heads = nn.ModuleList(nn.Linear(WIDE, WIDE) for _ in range(heads))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return (rows, WIDE)."""
+        return self.heads[0](self.lookup(ids))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6])
+def test_units_that_get_no_gradient_are_named(heads: int) -> None:
+    ids = [torch.zeros(ROWS, dtype=torch.int64)]
+    found = offload.plan(Heads(heads), batch=ids, hardware=DESKTOP, unit_bytes=4 * WIDE * (WIDE + 1))
+    names = [f"heads.{number}" for number in range(1, heads)]
+    assert found.without_gradient == found.to_dict()["without_gradient"] == names
+    told = [line.partition(": ")[2] for line in str(found).splitlines() if "no gradient with this batch" in line]
+    expected = "heads.1, heads.2, heads.3 and 2 more" if heads == 6 else ", ".join(names)
+    assert told == ([f"{expected}; an engine leaves their updates out, seconds count them"] if names else [])
+
+
 def test_without_transformers_a_forecast_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

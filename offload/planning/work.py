@@ -121,6 +121,7 @@ class Work:
         uses: of units, in their order; None where the units are not known.
         parts: of forward and of backward, by unit, likewise.
         held_bytes: what the device holds at once of `peak_bytes` where activations leave it; None where none does.
+        reached: units to which a gradient comes; None where the units are not known.
     """
 
     forward: Mapping[Kernel, int]
@@ -134,6 +135,7 @@ class Work:
     uses: Uses | None = None
     parts: tuple[Mapping[int, Part], Mapping[int, Part]] | None = None
     held_bytes: int | None = None
+    reached: frozenset[int] | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -208,7 +210,8 @@ def work_of(
             ) from error
     operators = _operators(forward), _operators(backward)
     parts = None if uses is None else (forward, backward)
-    return Work(_all(forward), _all(backward), operators, counter.peak_bytes, counter.assumed, uses=uses, parts=parts)
+    found = Work(_all(forward), _all(backward), operators, counter.peak_bytes, counter.assumed, uses=uses, parts=parts)
+    return found if uses is None else dataclasses.replace(found, reached=frozenset(counter.reached))
 
 
 def _operators(parts: Mapping[int, Part]) -> int:
@@ -378,6 +381,7 @@ class _Counter(DispatchMode):
         self._gradients: collections.defaultdict[int, list[tuple[int, float]]] = collections.defaultdict(list)
         self._drawn: set[int] = set()  # storages of single random numbers
         self._unlikely: set[int] = set()  # and of answers whether one is less than a probability, by which layers drop
+        self.reached: set[int] = set()  # units to which a gradient has come
         self.peak_bytes = 0
         self.assumed = 0
 
@@ -400,6 +404,7 @@ class _Counter(DispatchMode):
         """Note that a parameter's gradient has come."""
         unit = None if self._recording is None else self._recording.unit_of(parameter)
         if unit is not None:
+            self.reached.add(unit)
             self._gradients[unit].append((parameter.numel(), self._flops[unit]))
 
     def _kernels(self, unit: int) -> collections.Counter[Kernel]:
