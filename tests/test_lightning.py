@@ -638,6 +638,42 @@ def test_warns_of_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
     assert len(told) == 1 and "checkpoint export" in told[0]
 
 
+class Unfreezes(lightning.Callback):
+    """Trains the last layers alone, and all of them from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.core.model.requires_grad_(trainer.current_epoch > 0)
+
+
+def test_a_callback_unfreezes_what_the_optimizer_has(tmp_path: Path) -> None:
+    """Lightning's own freeze before the engine is made, and would fail epochs later."""
+    found = []
+    for door in (None, strategy(nvme, tmp_path)):
+        log = fit(tmp_path, door, callbacks=[Unfreezes()], batches=2, max_steps=4)[1]
+        assert log.norms[2] > log.norms[0]
+        found.append(log)
+    assert_close(found[1].losses, found[0].losses, 1e-4)
+    assert_close(found[1].norms, found[0].norms, 1e-4)
+
+
+class Freezes(lightning.pytorch.callbacks.BaseFinetuning):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.frozen = frozen
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pl_module.core.model.requires_grad_(not self.frozen)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.make_trainable(pl_module.core.model)
+
+
+def test_a_callback_that_freezes_before_the_engine_is_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks: expected .* but got Freezes, .*; give the optimizer all"):
+        fit(tmp_path, strategy(nvme, tmp_path), callbacks=[Freezes(True)], max_steps=1)
+    assert fit(tmp_path, strategy(nvme, tmp_path), callbacks=[Freezes(False)], batches=1, max_steps=1)[1].losses
+
+
 def test_fits_twice(tmp_path: Path) -> None:
     """Each begins with a fresh optimizer, as without an engine."""
 

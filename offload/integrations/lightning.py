@@ -33,7 +33,7 @@ from offload.several import APART
 require("lightning", "2.4", door="offload.lightning")
 from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
-from lightning.pytorch.callbacks import StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging  # noqa: E402
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
@@ -83,8 +83,8 @@ class _Offloading(_Strategy):  # type: ignore[misc]
 
         Raises:
             ConfigError: both sides accumulate or clip, there are several optimizers, batch norms of several processes
-                would have to wait for each other, checkpoints would go to a URL, or a backward of the module would not
-                be called.
+                would have to wait for each other, checkpoints would go to a URL, a backward of the module would not be
+                called, or a callback has frozen what it will train later.
         """
         if getattr(self, "_layer_sync", None) is not None:
             raise ConfigError(
@@ -96,6 +96,7 @@ class _Offloading(_Strategy):  # type: ignore[misc]
             for each in trainer.checkpoint_callbacks:
                 if not getattr(each, "save_weights_only", False):
                     _refuse_url(getattr(each, "dirpath", None))
+            _refuse_frozen_for_now(trainer.callbacks, self.lightning_module)
         super().setup(trainer)
         if self.engine is not None and (is_closed(self.engine) or self.engine.module is not self.model):
             self.engine.close(restore=True)
@@ -522,6 +523,22 @@ def _find(path: str | Path) -> tuple[Path, Path]:
     folder = Folder(path).find(None)
     inside = folder / FILE
     return folder, inside if inside.exists() else Path(path) / FILE  # there, earlier versions wrote it
+
+
+def _refuse_frozen_for_now(callbacks: Iterable[Any], module: torch.nn.Module | None) -> None:
+    """Refuse to make the engine while a callback has parameters frozen that it will train later.
+
+    Raises:
+        ConfigError: there is one, which would end the training when it adds them to the optimizer.
+    """
+    for each in callbacks:
+        if isinstance(each, BaseFinetuning) and module is not None:
+            if not all(parameter.requires_grad for parameter in module.parameters()):
+                raise ConfigError(
+                    "callbacks: expected that what will be trained requires a gradient when the engine is made but got "
+                    f"{type(each).__name__}, which freezes parameters before; give the optimizer all of them, and call "
+                    "requires_grad_() in on_train_epoch_start of a callback of your own"
+                )
 
 
 def _refuse_url(path: Any) -> None:
