@@ -138,6 +138,24 @@ def test_each_engine_of_an_accelerator_is_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "next" / "offload_1").exists()
 
 
+def test_an_engine_that_an_accelerator_lets_go_leaves_its_place(tmp_path: Path) -> None:
+    """As with accelerate's find_executable_batch_size: what loads the state has one engine, the second one."""
+    made, one, other = accelerator(), model(), model()
+    with Engine(one, adam(one), **nvme(one, tmp_path)) as first:
+        prepare(made, first)
+        made.free_memory()
+        made.save_state(str(tmp_path / "none"))
+        with Engine(other, adam(other), **nvme(other, tmp_path)) as second:
+            batches(made, *prepare(made, second), 1)
+            made.save_state(str(tmp_path / "state"))
+            digests = [first.digests(), second.digests()]
+            batches(made, second.module, second.optimizer, 1)
+            made.load_state(str(tmp_path / "state"))
+            assert [first.digests(), second.digests()] == digests and digests[0] != digests[1]
+    assert (tmp_path / "state" / "offload").is_dir()
+    assert not [*tmp_path.glob("none/offload*")] and not (tmp_path / "state" / "offload_1").exists()
+
+
 def test_a_loop_may_save_the_optimizer_by_hand(tmp_path: Path) -> None:
     """Its dict is the engine's optimizer's. Only the accelerator's own files have nothing of it."""
     made, module = accelerator(), model()

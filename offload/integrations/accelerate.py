@@ -131,11 +131,16 @@ class Kept:
 
     def drop_closed(self, accelerator: Any) -> None:
         """Forget engines that are closed: the next one has the folder."""
-        for folder, (engine, wrapper) in [*self._by_folder.items()]:
-            if is_closed(engine):
+        for engine, wrapper in self._by_folder.values():
+            if is_closed(engine) and wrapper in accelerator._optimizers:
+                accelerator._optimizers.remove(wrapper)
+        self.drop_let_go(accelerator)
+
+    def drop_let_go(self, accelerator: Any) -> None:
+        """Forget engines whose optimizer the accelerator no longer has, as behind its ``free_memory``."""
+        for folder, (_, wrapper) in [*self._by_folder.items()]:
+            if wrapper not in accelerator._optimizers:
                 del self._by_folder[folder]
-                if wrapper in accelerator._optimizers:
-                    accelerator._optimizers.remove(wrapper)
 
     def add(self, engine: Engine, optimizer: torch.optim.Optimizer, scaler: Any) -> StayingOptimizer:
         """Save and load an engine from now on; return what accelerate has of its optimizer, the same each time."""
@@ -150,6 +155,7 @@ class Kept:
     @contextlib.contextmanager
     def out_of_files(self, accelerator: Any) -> Iterator[None]:
         """Let an accelerator save and load nothing of the engines' optimizers: their checkpoints have it."""
+        self.drop_let_go(accelerator)
         optimizers, kept = accelerator._optimizers, [wrapper for _, wrapper in self._by_folder.values()]
         before = [*optimizers]
         optimizers[:] = [SavedByEngine() if each in kept else each for each in before]
