@@ -18,6 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from offload.activations.tiling import join_tiles
 from offload.checkpoint.deferred import DeferredTensor
 from offload.checkpoint.unread_state import SHARD_BYTES, in_one_form, warn_of_shard
 from offload.classes import package_of
@@ -153,7 +154,7 @@ def _merged_state(engine: Engine, base: nn.Module, merge: _Merge) -> dict[str, A
             state[name] = changed.get(parameters[name], value)
         else:
             state.update({f"{path}.{own}": tensor for own, tensor in inside.pop(path, {}).items()})
-    return state
+    return join_tiles(base, state)
 
 
 def _merged_layer(layer: nn.Module, merge: _Merge, changed: dict[int, DeferredTensor]) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def _merged_layer(layer: nn.Module, merge: _Merge, changed: dict[int, DeferredTe
         made = DeferredTensor(like, _MergedReader(layer, name, merge))
         found[name] = changed.setdefault(original.get(id(value), id(made)), made)
     merge.note(layer, original.values() & changed.keys())
-    return found
+    return join_tiles(form, found)  # of a tiled layer that PEFT has put into a wrapper
 
 
 def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
