@@ -116,6 +116,23 @@ def test_tiled_layers_are_saved_whole(more: dict[str, Any], tmp_path: Path) -> N
     assert_same_tensors(saved(tmp_path / "ours"), truth)
 
 
+def test_adapters_of_several_kinds_are_merged(tmp_path: Path) -> None:
+    """Of PEFT's own class for them."""
+
+    def mixed() -> Any:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(BY_NAME["llama"].build(), config, mixed=True)
+        model.add_adapter("other", peft.LoHaConfig(r=2, target_modules=["v_proj"], init_weights=False))
+        model.set_adapter(["default", "other"])
+        return model
+
+    truth = mixed().merge_and_unload().state_dict()
+    with Engine(mixed(), AdamW(), **everything_on_device()) as engine:
+        offload.peft.merge_and_save(engine, tmp_path / "ours")
+    assert_same_tensors(saved(tmp_path / "ours"), dict(truth))
+
+
 def test_training_goes_on_after_it(tmp_path: Path) -> None:
     """A run that saves after each step has the bits of one that does not, and each file those of its step."""
     data, runs = BY_NAME["llama"].batch(0), []

@@ -37,7 +37,7 @@ from offload.integrations.libraries import require
 from offload.memory.budget import Tier
 
 require("peft", "0.21", door="offload.peft")
-from peft import PeftModel  # noqa: E402
+from peft import PeftMixedModel, PeftModel  # noqa: E402
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402
 from peft.utils import AuxiliaryTrainingWrapper  # noqa: E402
 
@@ -89,7 +89,7 @@ def merge_and_save(
 
 def _adapted(module: nn.Module) -> Any:
     """Return the model of transformers inside one with adapters; refuse what cannot be merged."""
-    inner = module.base_model if isinstance(module, PeftModel) else module
+    inner = module.base_model if isinstance(module, (PeftMixedModel, PeftModel)) else module
     if not isinstance(inner, BaseTuner):
         raise ConfigError(
             f"merge_and_save: expected a PeftModel with adapters in its layers but got a {type(module).__name__} "
