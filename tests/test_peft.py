@@ -92,28 +92,39 @@ def test_what_is_saved_is_what_plain_peft_saves(kind: str, dtype: torch.dtype, t
     assert model.base_model.model.config.tie_word_embeddings == tied
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"target_modules": ["q_proj"]}, {"target_modules": ["tiles.1"]}, {"modules_to_save": ["lm_head", "gate_proj"]}],
-)
+TILED: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj"]},
+    {"target_modules": ["tiles.1"]},
+    {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "gate_proj"]},
+]
+
+
+def tiled(more: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build()
+    for layer in (model.lm_head, model.model.layers[0].mlp.gate_proj):
+        torch.nn.init.normal_(layer.weight)
+    assert len(offload.ops.tile_(model, larger_than=4096)) > 2
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **more))
+
+
+@pytest.mark.parametrize("more", TILED)
 def test_tiled_layers_are_saved_whole(more: dict[str, Any], tmp_path: Path) -> None:
     """Beside the adapters, with adapters on a tile, and where an adapter is a copy of the layer."""
-
-    def tiled() -> Any:
-        torch.manual_seed(0)
-        model = BY_NAME["llama"].build()
-        for layer in (model.lm_head, model.model.layers[0].mlp.gate_proj):
-            torch.nn.init.normal_(layer.weight)
-        assert len(offload.ops.tile_(model, larger_than=4096)) > 2
-        given = {"target_modules": ["v_proj"], **more}
-        return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **given))
-
-    merged = tiled().merge_and_unload()
+    merged = tiled(more).merge_and_unload()
     truth = offload.ops.join_tiles(merged, merged.state_dict())
     assert "lm_head.weight" in truth and not any("tiles" in name for name in truth)
-    with Engine(tiled(), AdamW(), **everything_on_device()) as engine:
+    with Engine(tiled(more), AdamW(), **everything_on_device()) as engine:
         offload.peft.merge_and_save(engine, tmp_path / "ours", max_shard_size="40KB")
     assert_same_tensors(saved(tmp_path / "ours"), truth)
+
+
+@pytest.mark.parametrize("more", TILED)
+def test_adapters_of_tiled_layers_are_saved_as_plain_peft_does(more: dict[str, Any], tmp_path: Path) -> None:
+    tiled(more).save_pretrained(tmp_path / "truth")
+    with Engine(tiled(more), AdamW(), **everything_on_device()) as engine:
+        engine.save_pretrained(tmp_path / "ours")
+    assert_same_tensors(saved(tmp_path / "ours"), saved(tmp_path / "truth"))
 
 
 def test_adapters_of_several_kinds_are_merged(tmp_path: Path) -> None:

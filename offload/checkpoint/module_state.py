@@ -121,9 +121,14 @@ class ModuleTensors:
                 "save_pretrained: expected adapters but they are merged and unloaded, so that nothing would be saved; "
                 "save what merge_and_unload() returned with its own save_pretrained"
             )
-        known = is_a(self._module, "transformers", "PreTrainedModel") or is_a(self._module, "peft", "PeftModel")
+        adapts = is_a(self._module, "peft", "PeftModel")
+        known = adapts or is_a(self._module, "transformers", "PreTrainedModel")
+
+        def joined(state: dict[str, Any]) -> dict[str, Any]:
+            return state if adapts else join_tiles(self._module, state)  # PEFT looks for adapters where they are
+
         if not known or not kwargs.get("safe_serialization", True):
-            save(directory, state_dict=join_tiles(self._module, self.state_dict()), **kwargs)
+            save(directory, state_dict=joined(self.state_dict()), **kwargs)
             return
         if is_a(self._module, "transformers", "PreTrainedModel"):  # adapters are small
             takes = inspect.signature(save).parameters.values()  # a class may have a method of its own
@@ -132,7 +137,7 @@ class ModuleTensors:
             total = sum(unit.param_bytes for unit in without_reference(self._tree.units))
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
         with in_one_form(directory):
-            save(directory, state_dict=join_tiles(self._module, self.deferred_state(self._module)), **kwargs)
+            save(directory, state_dict=joined(self.deferred_state(self._module)), **kwargs)
 
     def deferred_state(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state dict with deferred tensors; see ``Engine.deferred_state_dict``."""
