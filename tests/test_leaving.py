@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.activations import leaving
+from offload.activations import leaving, ledger
 from offload.activations.away import Away, room_for
 from offload.activations.in_order import InOrder
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
@@ -585,6 +585,67 @@ def test_what_somebody_holds_stays(bench: Make) -> None:
     del leavers
     loss.backward()
     assert torch.equal(x.grad, gradient(of))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_somebody_holds_is_not_in_the_way_of_copies(
+    rows: int, bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part, or all, of a table as large as what the device has for activations: others still come ahead."""
+    monkeypatch.setattr(ledger, "WORTH_ASKING_BYTES", PAGE)
+    made = bench(near=4)
+    table = torch.randn(4, SIDE, SIDE)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        return chain((x * table[:rows]).sum(0))
+
+    asked, bring_now = list[object](), made.ledger._bring_now
+    monkeypatch.setattr(made.ledger, "_bring_now", lambda leaver: (asked.append(leaver.record), bring_now(leaver))[1])
+    assert torch.equal(gradient(of, made.hooks()), gradient(of))
+    assert made.moved("h2d") > 30 > 10 * len(asked)
+    asked.clear()
+    made.assert_empty()
+
+
+EVENTS = st.sampled_from(["keep", "keep", "drop", "free", "bring", "balance"])
+
+
+@given(st.lists(st.tuples(EVENTS, st.integers(0, 99)), max_size=40))
+def test_what_is_near_is_what_is_booked_whoever_has_it(events: list[tuple[str, int]]) -> None:
+    """Storages of four pages, of which one or all are kept, and which somebody has or has no more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger, "WORTH_ASKING_BYTES", PAGE)
+        made = Bench(None, near=8, host=64, drive=0, device=1000)
+        owned, kept = list[torch.Tensor](), list[tuple[SavedActivation | SavedElsewhere, torch.Tensor]]()
+        for number, (event, which) in enumerate(events):
+            if event == "keep":
+                owned.append(torch.full((4, SIDE, SIDE), float(number)))
+                part = owned[-1 - which % len(owned)][: 1 + 3 * (which % 2)]
+                kept.append((made.ledger.keep(part), part.clone()))
+                del part
+            elif event == "drop" and owned:
+                del owned[which % len(owned)]
+            elif event == "free" and kept:
+                del kept[which % len(kept)]
+            elif event == "bring" and kept:
+                saved, truth = kept[which % len(kept)]
+                assert isinstance(saved, SavedElsewhere) and torch.equal(made.ledger.bring(saved), truth)
+                del saved, truth
+            elif event == "balance":
+                made.ledger.balance()
+            made.ledger._collect()
+            made.ledger.refund()
+            near, records = made.ledger._near, made.ledger._records.values()
+            assert near.used_bytes == sum(record.size_bytes for record in records if record.near)
+            assert near.needed_bytes == sum(record.size_bytes for record in records if record.needed)
+            assert made.budget.used_bytes == sum(made.ledger._sizes.values())
+        owned.clear()
+        made.ledger.balance()
+        assert not made.ledger._parts and not made.ledger._others
+        kept.clear()
+        made.assert_empty()
+        made.ledger.close()
+        made.mover.close()
 
 
 def test_nested_tensors_stay(bench: Make) -> None:

@@ -93,7 +93,7 @@ class _Record:
     unpacked: int = 0
     going: tuple[Ticket, SavedActivation] | None = None
     coming: tuple[Arriving, SavedActivation | None] | None = None
-    near: bool = True
+    near: bool = False
     needed: bool = False
     dead: bool = False
     given: torch.Tensor | None = None
@@ -167,6 +167,7 @@ class LeavingActivations(Activations):
         self._by_number: dict[int, weakref.ref[Leaver]] = {}  # storages that have not left
         self._last_key = 0
         self._waiting: deque[tuple[int, weakref.ref[Leaver]]] = deque()  # on the device, and what was saved by then
+        self._others: list[weakref.ref[Leaver]] = []  # of these, the ones that are charged in part
         self._going: deque[_Record] = deque()
         self._coming: deque[_Record] = deque()
         self._behind_bytes = 0  # of copies under way that compute is behind: their memory has been given back
@@ -206,10 +207,14 @@ class LeavingActivations(Activations):
         room = room_for(self._last_key, size_bytes)
         with no_functions(), no_dispatch():
             own = tensor.detach()  # so that the uses of the storage tell whether anybody else has the tensor
-        leaver = Leaver(SavedActivation(own, self), number, room, size_bytes, self._gone)
+        held = SavedActivation(own, self)
+        leaver = Leaver(held, number, room, size_bytes, self._gone)
         self._records[room.key] = leaver.record
         self._by_number[number] = leaver.record.leaver
-        self._near.save(leaver.record)
+        if self.is_in_part(held):
+            self._others.append(leaver.record.leaver)
+        else:
+            self._near.save(leaver.record)
         self._waiting.append((self._near.saved_bytes, leaver.record.leaver))
         self._go_on(self._near.kept_bytes)
         return leaver
@@ -248,10 +253,15 @@ class LeavingActivations(Activations):
                     self._near.need(leaver.record)
                     continue
                 if storage_use_count(held.tensor.untyped_storage()) <= _ALONE:
+                    if not leaver.record.near:
+                        self._charge_rest()
+                        self._near.come(leaver.record)
                     if away.take(room):
                         self._begin_going(leaver, held)
                         continue
                     least, most = min(least, room.size_bytes), max(most, room.size_bytes)
+                else:
+                    self._near.leave_to_others(leaver.record)
             self._near.need(leaver.record)
             self._waiting.append((self._near.saved_bytes, reference))
 
@@ -484,6 +494,19 @@ class LeavingActivations(Activations):
         if self._owed_bytes > self._budget.free_bytes:
             self._go_away()
         super().balance()
+
+    def _charge_rest(self) -> None:
+        """See :meth:`Activations._charge_rest`; these count as near from now on."""
+        super()._charge_rest()
+        others, self._others = self._others, []
+        for reference in others:
+            leaver = reference()
+            if leaver is None or leaver.held is None:
+                continue
+            if self.is_in_part(leaver.held):
+                self._others.append(reference)
+            else:
+                self._near.save(leaver.record)
 
     def _look(self) -> None:
         """See whether the operations that have ended took more than any before in this pass."""

@@ -15,7 +15,8 @@ class Storage(Protocol):
     Attributes:
         size_bytes: of it.
         near: it counts as one that is on the device.
-        needed: it has to be there: it was asked for, somebody else has it, too, or there is no room elsewhere.
+        needed: it has to be there: it was asked for, somebody else has it, too, or there is no room elsewhere. What
+            is large, and somebody else's for long, does not count as near.
     """
 
     @property
@@ -49,6 +50,7 @@ class Near:
         self.most_bytes = most_bytes
         self.kept_bytes = kept_bytes
         self.is_short = False
+        self._large_bytes = most_bytes // 2
         self._then = self._at_peak = _Moment()  # after the last call, and at the peak of the pass
         self._before_bytes = self._most_saved_bytes = 0  # saved before this pass, and in any pass so far
         self._largest_bytes = 0
@@ -60,9 +62,10 @@ class Near:
         self.come(storage)
 
     def come(self, storage: Storage) -> None:
-        """Note that a storage is on the device."""
-        storage.near = True
-        self.used_bytes += storage.size_bytes
+        """Note that a storage is on the device, if it was not."""
+        if not storage.near:
+            storage.near = True
+            self.used_bytes += storage.size_bytes
 
     def go(self, storage: Storage) -> None:
         """Note that it is there no more, if it was."""
@@ -76,6 +79,11 @@ class Near:
         if storage.near and not storage.needed:
             storage.needed = True
             self.needed_bytes += storage.size_bytes
+
+    def leave_to_others(self, storage: Storage) -> None:
+        """Note that somebody else has had it for long: if it is large, it would be in the way of all others."""
+        if storage.needed and storage.size_bytes > self._large_bytes:
+            self.go(storage)
 
     def need_no_more(self, storage: Storage) -> None:
         """Note that it may leave."""
@@ -107,7 +115,7 @@ class Near:
         if not self.is_worth_a_look:
             self._then = _Moment()
             return
-        more_bytes = 0 if storage is None or storage.needed else storage.size_bytes
+        more_bytes = storage.size_bytes if storage is not None and storage.near and not storage.needed else 0
         self._then = _Moment(self.used_bytes, self.needed_bytes + more_bytes)
 
     def note_peak(self) -> None:
