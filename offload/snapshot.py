@@ -53,6 +53,7 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         loss_scale=run.scaler.scale,
         gathers=counters.gathers,
         gathers_for_others=counters.gathers_for_others,
+        activation_stall_seconds=counters.activation_stall_seconds,
     )
 
 

@@ -45,7 +45,7 @@ class Stats:
         misses: uses that had to start a fetch that nobody had asked for before, and wait for it.
         stalls: uses that waited for a fetch that was asked for ahead: under way, or without room as long as other
             copies were on their way, home or to the device; `stall_seconds` counts both kinds of wait.
-        stall_seconds: seconds compute waited for parameters.
+        stall_seconds: seconds compute waited for parameters. For activations it waited `activation_stall_seconds`.
         update_chunks: pieces of units that steps have updated; `update_stalls` of them were waited for, the others had
             arrived while something else was computed. The states of `update_chunks_ahead` were read before the step.
         update_seconds: seconds spent on updates by the thread that computes, `update_stall_seconds` of them waiting for
@@ -84,6 +84,7 @@ class Stats:
     update_chunks_ahead: int = 0
     gathers: int = 0
     gathers_for_others: int = 0
+    activation_stall_seconds: float = 0.0
 
     @property
     def binding_link(self) -> str:
@@ -107,6 +108,7 @@ class Counters:
         self.misses = 0
         self.stalls = 0
         self.stall_seconds = 0.0
+        self.activation_stall_seconds = 0.0
         self.update_chunks = 0
         self.update_chunks_ahead = 0
         self.update_stalls = 0
@@ -124,8 +126,9 @@ class Counters:
 
     @property
     def waits_seconds(self) -> float:
-        """Seconds in which compute had to wait: for parameters, commits, ranks, and updates in the same threads."""
-        return self.stall_seconds + self.update_seconds + self.commit_seconds + self.ranks_seconds
+        """Seconds in which compute had to wait: for parameters, activations, commits, ranks, updates in its thread."""
+        stalls = self.stall_seconds + self.activation_stall_seconds
+        return stalls + self.update_seconds + self.commit_seconds + self.ranks_seconds
 
     def wait_for_ranks(self, begin: float, end: float) -> None:
         """Count the time from `begin` to `end` as one in which compute had to wait for other ranks."""

@@ -24,7 +24,8 @@ def settings(folder: Path, kind: Any, **changes: Any) -> Settings:
 
 def stats(stalls: float, updates: float) -> Stats:
     links = Counters().links()
-    return Stats(0, 0, links, 0, 0, 0, stalls, 0, 0, 0.0, updates, 0, 0, 0, 0.0, 0, SIZES, SIZES, SIZES, 1.0)
+    sizes, later = (SIZES, SIZES, SIZES), (0, 0, 0, stalls / 2)
+    return Stats(0, 0, links, 0, 0, 0, stalls, 0, 0, 0.0, updates, 0, 0, 0, 0.0, 0, *sizes, 1.0, *later)
 
 
 def test_scalars_of_a_step() -> None:
@@ -34,6 +35,7 @@ def test_scalars_of_a_step() -> None:
         "train/lr": 1e-3,
         "train/tokens_per_second": 25.0,
         "wait/parameters_seconds": 0.5,
+        "wait/activations_seconds": 0.25,
         "wait/updates_seconds": 2.0,
         "memory/device_bytes": 1.0,
         "memory/cpu_bytes": 2.0,

@@ -332,6 +332,7 @@ def test_logs_what_the_engine_does(tmp_path: Path) -> None:
         for tier, budget in engine.stats().budget_bytes.items():
             assert 0 <= logs[-1][f"offload/{tier}_bytes"] <= logs[-1][f"offload/{tier}_peak_bytes"] <= budget
         assert logs[-1]["offload/stalls"] >= 0 and logs[-1]["offload/stall_seconds"] >= 0
+        assert logs[-1]["offload/activation_stall_seconds"] == 0, "none leave"
 
 
 def test_logs_what_an_engine_of_the_users_does(tmp_path: Path) -> None:

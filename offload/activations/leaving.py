@@ -644,7 +644,7 @@ class LeavingActivations(Activations):
 
     def _note_wait(self, begin: float, end: float) -> None:
         self._waited_s += end - begin
-        self._counters.stall_seconds += end - begin
+        self._counters.activation_stall_seconds += end - begin
         self._counters.spans.add_wait("activations", begin, end)
 
 

@@ -537,8 +537,8 @@ def figures(now: Stats, before: Stats | None) -> dict[str, float]:
         before: the one at the last log; None at the first.
 
     Returns:
-        ``offload/..._bytes`` per tier, used and at the peak; stalls, their seconds and the drive's GB/s since `before`;
-        bytes written to the drive since the beginning.
+        ``offload/..._bytes`` per tier, used and at the peak; stalls, their seconds, seconds of waits for activations
+        and the drive's GB/s since `before`; bytes written to the drive since the beginning.
     """
     found: dict[str, float] = {}
     for tier, size_bytes in now.used_bytes.items():
@@ -546,7 +546,8 @@ def figures(now: Stats, before: Stats | None) -> dict[str, float]:
         found[f"offload/{tier}_peak_bytes"] = now.peak_bytes[tier]
     stalled = now.stalls + now.misses - (before.stalls + before.misses if before else 0)
     found["offload/stalls"] = stalled
-    found["offload/stall_seconds"] = now.stall_seconds - (before.stall_seconds if before else 0.0)
+    for name in ("stall_seconds", "activation_stall_seconds"):
+        found[f"offload/{name}"] = getattr(now, name) - (getattr(before, name) if before else 0.0)
     for link in ("nvme_read", "nvme_write"):
         size_bytes = now.links[link].bytes - (before.links[link].bytes if before else 0)
         seconds = now.links[link].seconds - (before.links[link].seconds if before else 0.0)

@@ -141,6 +141,7 @@ def step_scalars(record: StepRecord, before: Stats, after: Stats) -> dict[str, f
         **norm,
         "train/tokens_per_second": record.tokens / record.seconds if record.seconds > 0 else 0.0,
         "wait/parameters_seconds": after.stall_seconds - before.stall_seconds,
+        "wait/activations_seconds": after.activation_stall_seconds - before.activation_stall_seconds,
         "wait/updates_seconds": after.update_stall_seconds - before.update_stall_seconds,
         **{f"memory/{tier}_bytes": float(size) for tier, size in after.used_bytes.items()},
     }
