@@ -515,6 +515,18 @@ def test_a_meter_that_notes_peaks_is_asked_where_passes_begin_and_end(trims: lis
         ledger.close_pass()
 
 
+def test_memory_that_the_user_frees_on_a_gpu_gives_activations_no_more_room(trims: list[None]) -> None:
+    budget = Budget(Tier.DEVICE, 1000 * MIB)
+    region = FakeRegion(budget, 100 * MIB, 100 * MIB, 100 * MIB)
+    ledger = Activations(budget, region, meter := PeakMeter(region, trims))
+    meter.resident -= 400 * MIB
+    meter.forget_peak()
+    ledger.open_pass()
+    meter.spike(901 * MIB + TOLERANCE_BYTES)
+    with pytest.raises(BudgetError, match="a micro-batch took 965.00 MiB of activations and temporaries as measured"):
+        ledger.close_pass()
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_gradients_on_their_way_leave_more_where_they_were_in_the_way(
     early: bool, trims: list[None], caplog: pytest.LogCaptureFixture

@@ -396,9 +396,8 @@ class Activations:
         if self._meter is not None and self.is_empty():
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
                 self._meter.trim()
-            if not self._meter.notes_peaks:  # what the user has freed meanwhile is nobody's any more
-                floor_bytes = self._meter.now_bytes() - self._region.size_bytes + self._outside_bytes
-                self._floor_bytes = min(self._floor_bytes, floor_bytes)
+            floor_bytes = self._meter.now_bytes() - self._region.size_bytes + self._outside_bytes
+            self._floor_bytes = min(self._floor_bytes, floor_bytes)  # what the user has freed is nobody's any more
             self._high_water_bytes = self._meter.high_water_bytes()
             self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = self._seen_bytes = 0
             self._early_bytes = 0 if self._region.leaving_bytes else None  # those of the last pass are in the way
