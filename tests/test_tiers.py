@@ -517,18 +517,19 @@ def test_budgets_are_what_was_given_and_shares_of_what_is_free(
         budgets = resolve_budgets(shares, CpuDevice(), nvme_free, ranks=ranks)
     available = (8 << 30 if container is None else min(8 << 30, container)) // ranks
     free = {"device": available, "cpu": available, "nvme": nvme_free or 0}
-    half = int(available * HOST_HEADROOM / 2)
-    default = {"device": half, "cpu": half, "nvme": int((nvme_free or 0) * DEVICE_HEADROOM)}
+    both, sizes = int(available * HOST_HEADROOM), dict[str, int]()
+    for name, value in shares.items():
+        sizes[name] = int(value.fraction * free[name]) if isinstance(value, Share) else value
+    default = {"nvme": int((nvme_free or 0) * DEVICE_HEADROOM)}
+    default["device"] = max(0, min(both // 2, both - sizes.get("cpu", 0)))
+    default["cpu"] = max(0, min(both // 2, both - sizes.get("device", 0)))
     for tier in Tier:
-        value = shares.get(tier.value)
         if tier is Tier.NVME and nvme_free is None:
             assert budgets[tier] == 0
-        elif value is None:
-            assert budgets[tier] == default[tier.value]
-        elif isinstance(value, Share):
-            assert budgets[tier] == int(value.fraction * free[tier.value])
         else:
-            assert budgets[tier] == value
+            assert budgets[tier] == sizes.get(tier.value, default[tier.value])
+    if not {"device", "cpu"} <= shares.keys():
+        assert budgets[Tier.DEVICE] + budgets[Tier.HOST] <= max(both, sizes.get("device", 0), sizes.get("cpu", 0))
 
 
 def test_two_folders_of_one_drive_have_its_free_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,15 +40,19 @@ def resolve_budgets(
     Args:
         given: budgets by canonical name; shares are taken of what is free now, in the container where there is one.
         device: the compute device. Where the host can use its memory, device and host budgets are both main memory: a
-            missing one gets half.
+            missing one gets half, or what the other one leaves of the default, if that is less.
         nvme_free_bytes: free bytes at the NVMe paths, this process's part of them; None without paths.
         ranks: that share main memory, each with an accelerator of its own: the budgets are those of one.
     """
     available = free_host_bytes() // ranks
     if device.addressable:
         device_free = available
-        half = int(available * HOST_HEADROOM / 2)
-        default = {"device": half, "cpu": half}
+        both = int(available * HOST_HEADROOM)
+        other = {"device": "cpu", "cpu": "device"}
+        default = {
+            name: max(min(both // 2, both - _size_of(given[beside], available)), 0) if beside in given else both // 2
+            for name, beside in other.items()
+        }
     else:
         device_free = device.free_bytes()
         default = {"device": int(device_free * DEVICE_HEADROOM), "cpu": int(available * HOST_HEADROOM)}
@@ -57,7 +61,11 @@ def resolve_budgets(
     budgets: dict[Tier, int] = {}
     for tier in Tier:
         value = given.get(tier.value, default[tier.value])
-        budgets[tier] = int(value.fraction * free[tier.value]) if isinstance(value, Share) else value
+        budgets[tier] = _size_of(value, free[tier.value])
     if nvme_free_bytes is None:
         budgets[Tier.NVME] = 0
     return budgets
+
+
+def _size_of(value: int | Share, free_bytes: int) -> int:
+    return int(value.fraction * free_bytes) if isinstance(value, Share) else value
