@@ -384,6 +384,20 @@ def test_memory_that_the_user_frees_gives_activations_no_more_room() -> None:
         assert bench.region.size_bytes <= 1000 * MIB - 700 * MIB
 
 
+def test_what_another_engine_takes_in_a_pass_is_measured_and_the_refusal_says_so() -> None:
+    one, two = Bench(), Bench()
+    one.meter = two.meter  # of one process
+    one.activations = Activations(one.budget, one.region, one.meter)
+    for bench in (one, two):
+        bench.activations.open_pass()
+        bench.meter.resident += 500 * MIB
+    two.activations.balance()
+    two.meter.resident -= 1000 * MIB
+    for bench in (two, one):
+        with pytest.raises(BudgetError, match=r"took 1000\.00 MiB .* What other engines took meanwhile is in it"):
+            bench.activations.close_pass()
+
+
 def test_a_failed_pass_is_forgotten() -> None:
     bench = Bench()
     bench.activations.open_pass()

@@ -544,7 +544,8 @@ class Activations:
         return (
             f"device budget: a micro-batch took {format_bytes(peak_bytes)} of activations and temporaries as measured "
             f"but {format_bytes(room_bytes)} are left beside {format_bytes(arena_bytes)} of {there}; {remedy}, "
-            f"use gradient checkpointing, or take smaller micro-batches{BATCH_TOO_LARGE}"
+            "use gradient checkpointing, or take smaller micro-batches. What other engines took meanwhile is in it"
+            f"{BATCH_TOO_LARGE}"
         )
 
 
