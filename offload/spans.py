@@ -44,7 +44,8 @@ class Spans:
     """Rings of the last spans. Safe from several threads: each call appends to one ring or copies one, in one go.
 
     Attributes:
-        waited: seconds of all waits so far, per what was waited for. The thread that computes alone writes them.
+        waited: seconds of all waits so far, per what was waited for. The thread that computes alone writes them. A wait
+            within another one counts as itself alone, so the sum is how long that thread stood still.
         passes: seconds of all forward and backward passes so far, and of the device's own updates. They come one behind
             the other.
     """
@@ -55,6 +56,7 @@ class Spans:
         # Bare tuples: they take a quarter of the time, and garbage collection soon forgets them.
         self._rings: dict[str, deque[tuple[str, float, float, int]]] = {lane: deque(maxlen=kept) for lane in LANES}
         self.waited: dict[str, float] = {}
+        self._stood: deque[tuple[float, float]] = deque(maxlen=kept)  # beginnings and ends; no two of them overlap
         self.passes: dict[str, float] = {}
 
     def add(self, lane: str, name: str, begin: float, end: float, size_bytes: int = 0) -> None:
@@ -68,7 +70,12 @@ class Spans:
         if end - begin >= SHORTEST_WAIT_S:
             self.add(WAIT, name, begin, end)
             what = name.partition(":")[0]
-            self.waited[what] = self.waited.get(what, 0.0) + end - begin
+            first, seconds = begin, end - begin
+            while self._stood and self._stood[-1][1] > begin:  # it was within this one
+                inner_begin, inner_end = self._stood.pop()
+                first, seconds = min(first, inner_begin), seconds - (inner_end - max(inner_begin, begin))
+            self._stood.append((first, end))
+            self.waited[what] = self.waited.get(what, 0.0) + seconds
 
     def recorded(self) -> Recorded:
         """Return what is kept."""

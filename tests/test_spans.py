@@ -62,6 +62,16 @@ def test_covered_time_counts_each_moment_once(spans: list[tuple[int, int]]) -> N
     assert covered_s(spans) == len({moment for begin, end in spans for moment in range(begin, end)})
 
 
+@given(TIMES)
+def test_waits_within_others_count_once(waits: list[tuple[int, int]]) -> None:
+    """One that ends later may have begun earlier."""
+    spans = Spans()
+    for number, (begin, end) in enumerate(sorted(waits, key=lambda wait: wait[1])):
+        spans.add_wait(("ranks", "parameters: a")[number % 2], begin, end)
+        assert all(seconds >= 0 for seconds in spans.waited.values())
+    assert sum(spans.waited.values()) == covered_s(waits)
+
+
 # --- reports ----------------------------------------------------------------------------------------------------------
 
 
