@@ -6,6 +6,7 @@ Owns the names and their types. Knows nothing of engines. The layers' test lets 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import threading
@@ -198,24 +199,20 @@ def calls_under_way(module: torch.nn.Module) -> int:
     return count
 
 
-def at_end_of_backward(call: Callable[[], None]) -> None:
+def at_end_of_backward(call: Callable[[], object]) -> None:
     """Have torch call this when the task of a backward pass that this thread is in has ended well."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine")  # noqa: B009 - untyped
     engine.queue_callback(call)
 
 
-class _Held:
-    """Is called by torch where a task has ended well; there is nothing to do then."""
+def watch_backward() -> Callable[[], object]:
+    """Return what returns None once the task of the backward pass that this thread is in is gone, well or not.
 
-    def __call__(self) -> None:
-        pass
-
-
-def when_backward_is_gone(call: Callable[[], None]) -> None:
-    """Have this called when the task of a backward pass that this thread is in is gone, well or not."""
-    held = _Held()  # by the task
-    weakref.finalize(held, call).atexit = False
+    Nothing is called then: where torch drops a task, nobody would see what a signal's handler raises.
+    """
+    held = functools.partial(bool)  # by the task, which calls it if it ends well
     at_end_of_backward(held)
+    return weakref.ref(held)
 
 
 def autocast_keeps_copies() -> bool:

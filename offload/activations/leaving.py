@@ -494,6 +494,8 @@ class LeavingActivations(Activations):
         if self._owed_bytes > self._budget.free_bytes:
             self._go_away()
         super().balance()
+        if not self._parts:
+            self._others.clear()  # what was of these is gone
 
     def _charge_rest(self) -> None:
         """See :meth:`Activations._charge_rest`; these count as near from now on."""

@@ -7,18 +7,12 @@ belongs to the pass in which it was repeated. Refuses passes of two threads at o
 
 from __future__ import annotations
 
-import functools
 import threading
+from collections.abc import Callable
 
 from offload.errors import StateError
 from offload.module.pass_times import PassTimes
-from offload.torch_private import (
-    NO_GRAPH_TASK,
-    at_end_of_backward,
-    graph_task,
-    runs_backward,
-    when_backward_is_gone,
-)
+from offload.torch_private import NO_GRAPH_TASK, at_end_of_backward, graph_task, runs_backward, watch_backward
 
 
 class BackwardPasses:
@@ -26,7 +20,6 @@ class BackwardPasses:
 
     Attributes:
         number: of the latest.
-        is_over: the latest has ended, as far as that is known; none is under way.
     """
 
     def __init__(self, times: PassTimes, *, in_callers: bool) -> None:
@@ -38,12 +31,17 @@ class BackwardPasses:
                 own, where two are never at once.
         """
         self.number = 0
-        self.is_over = True
         self._times = times
         self._in_callers = in_callers
         self._thread: int | None = None  # that was in the latest
+        self._watched: Callable[[], object] | None = None  # the latest, unless it is known to have ended
         self._tasks: set[int] = set()  # torch's numbers of that pass, and of those inside it that repeat segments
         self._repeated_in = NO_GRAPH_TASK  # the one in which a segment was repeated last
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the latest has ended, well or not; none is under way."""
+        return self._watched is None or self._watched() is None
 
     def note(self) -> None:
         """Note which backward pass is under way; those that repeat a segment inside it belong to it.
@@ -60,14 +58,13 @@ class BackwardPasses:
                 "backward: expected one thread at a time but another one is in a backward pass of the engine's model; "
                 "let threads take turns, with a threading.Lock around each forward, backward and step"
             )
-        is_another = self._repeated_in not in self._tasks
+        is_another = self._repeated_in not in self._tasks or self.is_over
         if is_another:
             self._tasks, self._thread = set(), here
             self.number += 1
             at_end_of_backward(self.end)
-            when_backward_is_gone(functools.partial(self._end_failed, self.number))
+            self._watched = watch_backward()
         self._tasks.add(task)
-        self.is_over = False
         self._times.begin_backward(is_another=is_another)
 
     def note_repetition(self) -> None:
@@ -78,13 +75,9 @@ class BackwardPasses:
     def end(self) -> None:
         """Note that the latest backward pass is over: what comes is of another one."""
         self._tasks.clear()
-        self.is_over = True
+        self._watched = None
         self._thread = None
         self._repeated_in = NO_GRAPH_TASK
-
-    def _end_failed(self, number: int) -> None:
-        if number == self.number and not self.is_over:
-            self.end()
 
 
 def _is_pythons() -> bool:
