@@ -205,8 +205,8 @@ def at_end_of_backward(call: Callable[[], object]) -> None:
     engine.queue_callback(call)
 
 
-def watch_backward() -> Callable[[], object]:
-    """Return what returns None once the task of the backward pass that this thread is in is gone, well or not.
+def watch_backward() -> weakref.ref[Any]:
+    """Return a reference that is dead once the task of the backward pass that this thread is in is gone, well or not.
 
     Nothing is called then: where torch drops a task, nobody would see what a signal's handler raises.
     """

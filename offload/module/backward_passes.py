@@ -8,7 +8,8 @@ belongs to the pass in which it was repeated. Refuses passes of two threads at o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from typing import Any
 
 from offload.errors import StateError
 from offload.module.pass_times import PassTimes
@@ -34,7 +35,7 @@ class BackwardPasses:
         self._times = times
         self._in_callers = in_callers
         self._thread: int | None = None  # that was in the latest
-        self._watched: Callable[[], object] | None = None  # the latest, unless it is known to have ended
+        self._watched: weakref.ref[Any] | None = None  # the latest, unless it is known to have ended
         self._tasks: set[int] = set()  # torch's numbers of that pass, and of those inside it that repeat segments
         self._repeated_in = NO_GRAPH_TASK  # the one in which a segment was repeated last
 
