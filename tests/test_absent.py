@@ -474,6 +474,14 @@ def test_a_view_holds_its_unit_and_metadata_fetches_nothing(wrapped: tuple[Engin
     assert torch.equal(row, net().blocks[1].weight[3])
 
 
+def test_metadata_of_a_parameter_that_is_named(wrapped: tuple[Engine, Net]) -> None:
+    engine, model = wrapped
+    displace(engine, 2)
+    weight = model.blocks[2].weight
+    assert torch.numel(input=weight) == WIDTH * WIDTH  # type: ignore[call-overload]
+    assert torch.is_floating_point(input=weight) and not torch.is_complex(input=weight)
+
+
 def test_a_parameter_is_an_ordinary_one_inside_a_forward(wrapped: tuple[Engine, Net]) -> None:
     """So that its operations cost nothing extra."""
     engine, model = wrapped

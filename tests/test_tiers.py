@@ -521,15 +521,15 @@ def test_budgets_are_what_was_given_and_shares_of_what_is_free(
     for name, value in shares.items():
         sizes[name] = int(value.fraction * free[name]) if isinstance(value, Share) else value
     default = {"nvme": int((nvme_free or 0) * DEVICE_HEADROOM)}
-    default["device"] = max(0, min(both // 2, both - sizes.get("cpu", 0)))
-    default["cpu"] = max(0, min(both // 2, both - sizes.get("device", 0)))
+    default["device"] = min(max(both // 8, both - sizes.get("cpu", 0)), both // 2)
+    default["cpu"] = min(max(both // 8, both - sizes.get("device", 0)), both // 2)
     for tier in Tier:
         if tier is Tier.NVME and nvme_free is None:
             assert budgets[tier] == 0
         else:
             assert budgets[tier] == sizes.get(tier.value, default[tier.value])
     if not {"device", "cpu"} <= shares.keys():
-        assert budgets[Tier.DEVICE] + budgets[Tier.HOST] <= max(both, sizes.get("device", 0), sizes.get("cpu", 0))
+        assert budgets[Tier.DEVICE] + budgets[Tier.HOST] <= max(both, max(sizes.values(), default=0) + both // 8)
 
 
 def test_two_folders_of_one_drive_have_its_free_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,6 +347,18 @@ def test_room_is_held_for_a_group_that_is_added() -> None:
         assert names == () and held_bytes >= planned_bytes > 4096
 
 
+def test_a_group_with_nothing_to_train_changes_nothing() -> None:
+    model = Branches()
+    given = torch.optim.Adafactor([model.branches[0].weight], lr=1e-2)
+    with Engine(model, given, **everything_on_device()) as engine:
+        records = engine._parts.steps.counts.records
+        required, held_bytes = records.required, engine._manager.tiers.optimizer_claim.size_bytes
+        model.cube.requires_grad_(False)
+        given.add_param_group({"params": [model.cube]})
+        assert required and records.required == required
+        assert engine._manager.tiers.optimizer_claim.size_bytes == held_bytes
+
+
 def unable(engine: Engine, optimizer: torch.optim.Optimizer, added: dict[str, Any]) -> None:
     with pytest.raises(offload.ConfigError, match=r"expected Muon to step on dense tensors with 3 dimensions"):
         optimizer.add_param_group(added)

@@ -7,6 +7,8 @@
 #include <liburing.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -507,7 +509,10 @@ class UringEngine final : public Engine {
     }
 
     // The eventfd is left alone: the kernel may still hold a read of it.
+    // The kernel tells what is over only to who enters the ring, if it lets anybody.
     void wait_broken() {
+        (void)::syscall(__NR_io_uring_enter, ring_->ring_fd, 0U, 0U, IORING_ENTER_GETEVENTS, nullptr,
+                        std::size_t{0});
         reap();
         ::poll(nullptr, 0, kBrokenPauseMs);
     }

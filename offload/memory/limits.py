@@ -40,7 +40,7 @@ def resolve_budgets(
     Args:
         given: budgets by canonical name; shares are taken of what is free now, in the container where there is one.
         device: the compute device. Where the host can use its memory, device and host budgets are both main memory: a
-            missing one gets half, or what the other one leaves of the default, if that is less.
+            missing one gets half, or what the other one leaves of the default, if that is less; an eighth at least.
         nvme_free_bytes: free bytes at the NVMe paths, this process's part of them; None without paths.
         ranks: that share main memory, each with an accelerator of its own: the budgets are those of one.
     """
@@ -48,11 +48,11 @@ def resolve_budgets(
     if device.addressable:
         device_free = available
         both = int(available * HOST_HEADROOM)
-        other = {"device": "cpu", "cpu": "device"}
-        default = {
-            name: max(min(both // 2, both - _size_of(given[beside], available)), 0) if beside in given else both // 2
-            for name, beside in other.items()
-        }
+        default = dict.fromkeys(("device", "cpu"), both // 2)
+        for name, beside in (("device", "cpu"), ("cpu", "device")):
+            if beside in given:
+                left = both - _size_of(given[beside], available)
+                default[name] = min(max(left, both // 8), both // 2)
     else:
         device_free = device.free_bytes()
         default = {"device": int(device_free * DEVICE_HEADROOM), "cpu": int(available * HOST_HEADROOM)}

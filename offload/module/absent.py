@@ -109,7 +109,7 @@ class Absent:
                 _show_gradients(args[:1])
             elif is_address(func) and (owner := owners.get(id(args[0]))) is not None:
                 owner.show_address(args[0])
-            elif begins_backward_with(args[0], calling_frame(sys._getframe(1))):
+            elif args and begins_backward_with(args[0], calling_frame(sys._getframe(1))):
                 _keeper_of(args[0], func).begin_backward(args[0])
             with no_subclasses():
                 return func(*args, **kwargs)

@@ -77,7 +77,8 @@ class Records:
             raise
         self._allowed_bytes += added.size.kept_bytes
         self._step_bytes = step_bytes
-        self.required &= added.required
+        if added.size.step_bytes:  # else there was nothing to try
+            self.required &= added.required
 
     def items(self) -> list[tuple[Where, dict[str, Any]]]:
         """Return copies of the records."""
