@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -120,6 +121,8 @@ class Check:
                 self.failed.append(name)
                 self.result[name] = {"failed": f"{type(error).__name__}: {error}"}
             self.result[name]["seconds"] = round(time.monotonic() - begin, 1)
+            gc.collect()
+            self.module.empty_cache()  # budgets of the next one are shares of what the driver has free
         print(f"{name}: {json.dumps(self.result[name])}", flush=True)
         (self.output / "gpu-check.json").write_text(json.dumps(self.result, indent=2) + "\n")
 

@@ -73,6 +73,12 @@ pip install --no-build-isolation --constraint constraints.txt \
     --config-settings=cmake.define.OFFLOAD_WITH_IO_URING="$io_uring" \
     --editable '.[hf,finetune,test,docs,dev]'
 
+# NVRTC alone, which needs no GPU: a test compiles the kernels with it. A torch of CUDA has brought its own.
+if ! "$venv/bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then
+    "$venv/bin/python" -m pip install --no-deps --constraint constraints.txt nvidia-cuda-nvrtc >>"$log" 2>&1 ||
+        say "NVRTC: not fetchable: the test that compiles kernels for GPUs is skipped"
+fi
+
 "$venv/bin/python" - <<'PY'
 import importlib
 for name in ("swap._aio", "offload._cpu_adam"):

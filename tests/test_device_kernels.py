@@ -1,16 +1,21 @@
 """Kernels of a CUDA device, without one: the same text, as C++ for the host, has the bits of the CPU's kernels.
 
-What NVRTC makes of it is shown on a GPU alone: an engine compares before it uses it, and tests/test_cuda.py trains.
+NVRTC needs no GPU to compile it. What comes out runs on one alone: an engine compares before it uses it, and
+tests/test_cuda.py trains.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.metadata
+import itertools
 import os
 import platform
+import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +294,42 @@ def test_constants_are_those_of_the_kernels() -> None:
     assert f"sizeof(StepBatch) == {ctypes.sizeof(nvrtc.StepBatch)})" in source
     assert f"sizeof(SumBatch) == {ctypes.sizeof(nvrtc.SumBatch)})" in source
     assert f"kGroup = {device_kernels._GROUP};" in (SOURCES / "groups.h").read_text()
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    """NVRTC."""
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            for file in importlib.metadata.files(package) or ():
+                if re.fullmatch(r"libnvrtc\.so\.\d+", file.name):
+                    return str(file.locate())
+    pytest.skip("no NVRTC")
+
+
+def programs() -> Iterator[tuple[str, ...]]:
+    """Return the macros of programs: every rule with all states, and every format with one of them."""
+    dtypes = device_kernels._DTYPES.values()
+    formats = list(itertools.product(dtypes, ("kSplit", *device_kernels._EMITS.values())))
+    steps = itertools.product(device_kernels._RULES.values(), device_kernels._STATES.values())
+    for (rule, states), (gradient, master) in zip(steps, itertools.cycle(formats)):
+        yield "STEP", f"RULE={rule}", f"STATES={states}", f"GRADIENT={gradient}", f"MASTER={master}"
+    for dtype, other in itertools.product(dtypes, dtypes):
+        yield "MOVE", f"FROM={dtype}", f"TO={other}"
+    for dtype in dtypes:
+        yield "SUM", f"FROM={dtype}"
+
+
+def test_nvrtc_compiles_the_kernels(library: str) -> None:
+    compiler = nvrtc.Compiler([library], (9, 0))
+    for macros in programs():
+        image = compiler.compile(macros, flush=macros[0] != "MOVE")
+        assert all(name.encode() in image for name in KERNELS[macros[0]]), macros
+
+
+def test_a_newer_device_of_a_known_generation_has_kernels(library: str) -> None:
+    assert nvrtc.Compiler([library], (9, 9))._architecture == "--gpu-architecture=sm_90"
+    assert nvrtc.Compiler([library], (99, 1))._architecture == "--gpu-architecture=sm_991", "NVRTC says why not"
 
 
 def test_no_library_is_told() -> None:

@@ -58,6 +58,17 @@ def test_a_device_tells_what_memory_it_has_however_much_is_free() -> None:
         del taken
 
 
+def test_what_torch_caches_and_nobody_uses_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what a closed engine has left behind; a block with a tensor in it stays."""
+    device, module = open_device("sim"), torch.get_device_module("sim")
+    with limit(64 * MIB):
+        before = device.free_bytes()
+        stats = {"reserved_bytes": 20 * MIB, "active_bytes": 9 * MIB, "inactive_split_bytes": 3 * MIB}
+        told = {f"{name}.all.current": size for name, size in stats.items()}
+        monkeypatch.setattr(module, "memory_stats", lambda place: told, raising=False)
+        assert device.free_bytes() == before + 8 * MIB
+
+
 def hungry(size_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function with a temporary that autograd keeps nothing of."""
 

@@ -672,6 +672,32 @@ def test_a_stream_that_comes_later_waits_for_what_has_arrived(make_bench: Callab
         assert seen.races == [], schedule.name
 
 
+def test_threads_that_copy_on_one_stream_leave_each_others_current_stream(make_bench: Callable[..., Bench]) -> None:
+    """A thread of the drive is in the middle of its copy, while the one that computes begins and ends one."""
+
+    def current() -> int:
+        return bench.device.current_stream().stream_id
+
+    def copy() -> None:
+        with bench.mover._copying("h2d", bench.mover._ahead, PAGE):
+            inside.set()
+            assert left.wait(DEADLINE_S)
+        found.append(current())
+
+    with running(LAZY):
+        bench, inside, left, found = make_bench(), threading.Event(), threading.Event(), list[int]()
+        thread, side = threading.Thread(target=copy), torch.Stream("sim:0")
+        default = current()
+        with side:
+            with bench.mover._copying("h2d", bench.mover._ahead, PAGE):
+                thread.start()
+                assert inside.wait(DEADLINE_S) and current() == bench.mover._ahead.stream_id
+            assert current() == side.stream_id
+            left.set()
+            thread.join(DEADLINE_S)
+        assert found == [default]
+
+
 @pytest.mark.parametrize("distance", [PAGE, 2 * PAGE, 5 * PAGE])
 def test_bytes_move_behind_all_that_reads_them_and_before_all_that_comes(
     distance: int, make_bench: Callable[..., Bench]

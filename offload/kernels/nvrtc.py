@@ -165,7 +165,16 @@ class Compiler:
             CudaError: it is not there.
         """
         self._library = _library(names, "nvrtcGetCUBIN")
-        self._architecture = f"--gpu-architecture=sm_{capability[0]}{capability[1]}"
+        self._architecture = f"--gpu-architecture=sm_{self._newest(*capability)}"
+
+    def _newest(self, major: int, minor: int) -> int:
+        """Return the newest architecture of a generation that NVRTC knows: its code runs on later ones, too."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        known = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", known)
+        wanted = 10 * major + minor
+        return max((one for one in known if 10 * major <= one <= wanted), default=wanted)
 
     def compile(self, macros: Sequence[str], *, flush: bool) -> bytes:
         """Return what the driver loads, of :data:`SOURCE`.

@@ -20,10 +20,10 @@ from offload.kernels.on_device import DeviceKernels
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.device_kernels import open_kernels
-from offload.memory.device_memory import DeviceFullError, device_full
+from offload.memory.device_memory import DeviceFullError, device_full, unused_bytes
 from offload.memory.errands import Errands
 from offload.memory.gradient_reader import GradientReader
-from offload.memory.ordering import Ordering
+from offload.memory.ordering import Ordering, entered
 from offload.memory.page_lock import LockedArena
 from offload.memory.timing import Stopwatch
 from offload.memory.transfer import FutureTransfer, MoverNeeds, Ticket, Transfer
@@ -54,8 +54,8 @@ class AcceleratorDevice:
         return None if uuid is None else str(uuid)
 
     def free_bytes(self) -> int:
-        """Return what its driver says."""
-        return int(torch.get_device_module(self.place).mem_get_info(self.place)[0])
+        """Return what its driver says, and what torch's cache would give back."""
+        return int(torch.get_device_module(self.place).mem_get_info(self.place)[0]) + unused_bytes(self.place)
 
     def total_bytes(self) -> int:
         """Return what its driver says."""
@@ -526,7 +526,7 @@ class AcceleratorMover:
         """Let `stream` be the current one and count its copies; where one fails, none is under way any more."""
         begin = self._watch.start(stream)
         try:
-            with stream:
+            with entered(stream):
                 yield
             self._watch.stop(link, stream, begin, size_bytes)
         except BaseException:

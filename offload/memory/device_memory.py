@@ -67,6 +67,19 @@ def open_device_meter(place: torch.device) -> DeviceMeter | None:
     return meter
 
 
+def unused_bytes(place: torch.device) -> int:
+    """Return the bytes of blocks in torch's cache of which nobody has any part; 0 where its back end does not count.
+
+    Torch gives them back as soon as it finds no other memory.
+    """
+    try:
+        stats: Mapping[str, int] = torch.get_device_module(place).memory_stats(place)
+        had, used, split = (stats[f"{kind}_bytes.all.current"] for kind in ("reserved", "active", "inactive_split"))
+    except (AttributeError, KeyError, RuntimeError):
+        return 0
+    return max(had - used - split, 0)
+
+
 def device_full(
     error: BaseException, place: torch.device, *, what: str, limit_bytes: int, held: Mapping[str, int]
 ) -> DeviceFullError:

@@ -17,7 +17,7 @@ import torch
 
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Claim
-from offload.memory.ordering import Streams
+from offload.memory.ordering import Streams, entered
 from offload.memory.ring import Ring
 from offload.memory.timing import Stopwatch
 from offload.memory.transfer import FutureTransfer
@@ -133,7 +133,7 @@ class GradientReader:
         self._most_bytes = max(self._most_bytes, held_bytes)
 
     def _copy(self, tensor: torch.Tensor, address: int, size: int) -> None:
-        with no_functions(), no_dispatch(), self._stream:  # modes of the user, which come with a backward
+        with no_functions(), no_dispatch(), entered(self._stream):  # modes of the user, which come with a backward
             source = tensor.view(-1).view(torch.uint8)
             for begin, end in self._host.spans(address, size):
                 target = bytes_at(address + begin, end - begin, HOST)

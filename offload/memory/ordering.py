@@ -26,6 +26,14 @@ class Streams(Protocol):
         """Return the moment when all that was given to `stream` so far is done; of None to the current one."""
 
 
+def entered(stream: torch.Stream) -> torch.Stream:
+    """Return another object for the same stream, for one ``with`` block, in which it is the current one.
+
+    Torch keeps in the object what was current before. Threads that enter the same one would leave each other's.
+    """
+    return torch.Stream(stream.stream_id, stream.device_index, stream.device_type)
+
+
 @dataclasses.dataclass(slots=True)
 class _Arrival:
     """What was copied to a range that ends at `end`, and the streams that are ordered behind it."""
