@@ -216,7 +216,7 @@ def late_worker() -> Iterator[LateWorker]:
     """Let managers that are made inside have a :class:`LateWorker` beside their :class:`ApartDevice`."""
     worker = LateWorker()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiers, "WorkerThread", lambda: worker)
+        patch.setattr(tiers, "WorkerThread", lambda begin: worker)
         yield worker
 
 

@@ -113,7 +113,7 @@ class Rank:
         plan: Any = SimpleNamespace(request=self._request)
         every: Any = ranks
         landing = self._arena.take(4 * max(sizes))
-        self.conductor = Conductor(every, plan, copies, landing, self.counters, deadline_s=LIMIT_S)
+        self.conductor = Conductor(every, plan, copies, landing, self.counters, lambda: None, deadline_s=LIMIT_S)
 
     def _shard(self, unit: Unit, *, on_drive: bool) -> Shard:
         begin, end = self._request.owned(unit, Role.PARAM)

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import re
 import textwrap
+import threading
 from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
@@ -37,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import AdamW, Engine
 from offload.memory import devices, page_lock
+from offload.memory.accelerator import AcceleratorDevice
 from offload.memory.arena import view_at
 from offload.shards.manager import Manager
 from offload.shards.shard import Event
@@ -388,10 +390,22 @@ def test_the_model_is_the_users_again_behind_the_end(home: str, schedule: Schedu
 @pytest.mark.few
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("schedule", SCHEDULES, **named)
-def test_the_second_device_has_streams_of_its_own(home: str, schedule: Schedule, tmp_path: Path) -> None:
+def test_the_second_device_has_streams_and_threads_of_its_own(
+    home: str, schedule: Schedule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     truth = run_net("truth", tmp_path)
+    real, begun = AcceleratorDevice.begin_thread, set[tuple[str, int]]()
+
+    def begin_thread(device: AcceleratorDevice) -> None:
+        real(device)
+        name = re.sub(r"[-_]\d+$", "", threading.current_thread().name)
+        begun.add((name, torch.accelerator.current_device_index()))
+
+    monkeypatch.setattr(AcceleratorDevice, "begin_thread", begin_thread)
     with running(schedule) as seen:
         ours = run_net(home, tmp_path, device="sim:1")
+    threads = {"offload-d2h", "offload-gradients", "offload-update", *(["offload-h2d"] if home == "nvme" else [])}
+    assert begun - {("offload-wait", 1)} == {(name, 1) for name in threads}
     assert_equal(on_cpu(ours), truth)
     assert seen.races == [] and {name[:5] for name in seen.counts if "kernels" in seen.counts[name]} == {"sim:1"}
 

@@ -409,7 +409,7 @@ def test_memory_is_given_back_when_the_worker_has_stopped() -> None:
 
 
 def test_the_thread_works_in_order_and_tells_what_went_wrong() -> None:
-    worker, done = WorkerThread(), []
+    worker, done = WorkerThread(lambda: None), []
 
     def fail() -> None:
         raise ValueError("no")
@@ -425,7 +425,7 @@ def test_the_thread_works_in_order_and_tells_what_went_wrong() -> None:
 
 @pytest.mark.parametrize("way", ["settle", "cancel", "close"])
 def test_what_has_begun_is_waited_for_and_what_has_not_is_taken_back(way: str) -> None:
-    worker, begun, go_on, done = WorkerThread(), threading.Event(), threading.Event(), []
+    worker, begun, go_on, done = WorkerThread(lambda: None), threading.Event(), threading.Event(), []
 
     def work() -> None:
         begun.set()

@@ -101,6 +101,10 @@ class AcceleratorDevice:
             return device_full(error, self.place, what=what, limit_bytes=limit_bytes, held=held)
         return None
 
+    def begin_thread(self) -> None:
+        """Make it the current device: else what a stream is given there would open the first device, too."""
+        torch.accelerator.set_device_index(self.place)
+
     def current_stream(self) -> torch.Stream:
         """Return the stream that compute is given to now."""
         return torch.accelerator.current_stream(self.place.index)  # of a device, it asks much more
@@ -222,8 +226,8 @@ class AcceleratorMover:
         self._staged: list[torch.Event | None] = [None] * len(staging)  # the last copy from each
         self._reading: list[Sequence[Ticket]] = [()] * len(staging)  # what is read into each
         self._late: list[Sequence[Ticket]] = [()] * len(staging)  # given up, and may still write there
-        self._reads = Errands[torch.Event](len(staging), "offload-h2d")
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="offload-wait")
+        self._reads = Errands[torch.Event](len(staging), "offload-h2d", device.begin_thread)
+        self._waiter = ThreadPoolExecutor(1, "offload-wait", device.begin_thread)
         self._uploads: dict[int, torch.Event] = {}  # the last one from each host address
         self._leaving: deque[tuple[torch.Event, int]] = deque()  # of groups on their way: the end, and bytes
         self._given_bytes = 0  # of the group that is not among them yet

@@ -74,6 +74,9 @@ class CpuDevice:
     def out_of_memory(self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]) -> None:
         """Nothing: main memory has no end of its own."""
 
+    def begin_thread(self) -> None:
+        """Nothing: every thread is the CPU's."""
+
     def event(self) -> Past:
         """Return a moment that is over: compute on the CPU is synchronous."""
         return Past()

@@ -77,6 +77,9 @@ class Device(Protocol):
             held: bytes of it by the names of claims.
         """
 
+    def begin_thread(self) -> None:
+        """Let the thread that calls be this device's: it is one of the engine's own, and has just begun."""
+
     def event(self) -> Event:
         """Return the moment when all that it has been given so far is done."""
 

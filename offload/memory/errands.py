@@ -21,8 +21,9 @@ Errand = Callable[[int], T]  # called with the number of the thread that does it
 class Errands(Generic[T]):
     """Does errands in threads of its own. Those of one urgency begin in the order in which they were given."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        """Begin without threads: they start with the first errand."""
+    def __init__(self, threads: int, name: str, begin: Callable[[], object] = lambda: None) -> None:
+        """Begin without threads: they start with the first errand, and call `begin` before it."""
+        self._begin = begin
         self._name = name
         self._wanted = threads
         self._threads: list[threading.Thread] = []
@@ -76,6 +77,7 @@ class Errands(Generic[T]):
         self._threads.clear()
 
     def _run(self, number: int) -> None:
+        self._begin()
         while True:
             with self._changed:
                 while not self._queue:

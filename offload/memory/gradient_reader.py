@@ -86,8 +86,8 @@ class GradientReader:
         self._left_bytes = largest_bytes  # of the budget: so much is left to others
         self._most_bytes = self._free_bytes = 0  # that they had at once since that was said; the least that was free
         self._stream = torch.Stream(place)
-        self._copies = ThreadPoolExecutor(1, thread_name_prefix="offload-d2h")
-        self._consumer = ThreadPoolExecutor(1, thread_name_prefix="offload-gradients")
+        self._copies = ThreadPoolExecutor(1, "offload-d2h", streams.begin_thread)
+        self._consumer = ThreadPoolExecutor(1, "offload-gradients", streams.begin_thread)
         self._batch = _Batch()
         self._group = -1
         self._flying: deque[_Batch] = deque()

@@ -19,6 +19,9 @@ from offload.memory.arena import Buffer
 class Streams(Protocol):
     """Streams and events of one device."""
 
+    def begin_thread(self) -> None:
+        """Let the thread that calls be this device's."""
+
     def current_stream(self) -> torch.Stream:
         """Return the stream that compute is given to now."""
 

@@ -61,6 +61,7 @@ class Conductor:
         copies: Copies,
         landing: Buffer,
         counters: Counters,
+        begin_thread: Callable[[], None],
         *,
         deadline_s: float,
         passing: Sequence[Buffer] = (),
@@ -73,6 +74,7 @@ class Conductor:
             copies: the shards.
             landing: host memory for a unit that only others want.
             counters: of gathers.
+            begin_thread: what the thread calls first.
             deadline_s: after which a read of a slice counts as lost.
             passing: host memory for units on their way to a device that the host cannot address.
         """
@@ -88,7 +90,7 @@ class Conductor:
         self._passing = itertools.cycle(passing)
         self._counters = counters
         self._deadline_s = deadline_s
-        self._errands: Errands[Any] = Errands(1, "offload-ranks")
+        self._errands: Errands[Any] = Errands(1, "offload-ranks", begin_thread)
         self._called = threading.Event()  # the thread, which may be serving
         self._blocks = set[threading.Event]()  # in which it serves: an event of each, which is set behind it
         self._meets = False  # it may be in an agreement with others, though this rank wants nothing

@@ -114,7 +114,14 @@ class Tiers:
                 ranks.agree("taking memory")  # who has failed meanwhile is not to be waited for below
                 beside = ranks.beside("parameters")  # where a thread of its own waits
                 self._conductor = Conductor(
-                    beside, plan, self.copies, landing, counters, deadline_s=deadline_s, passing=passing
+                    beside,
+                    plan,
+                    self.copies,
+                    landing,
+                    counters,
+                    device.begin_thread,
+                    deadline_s=deadline_s,
+                    passing=passing,
                 )
             self.ranks = self._conductor or ranks
             self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
@@ -134,7 +141,7 @@ class Tiers:
                 reclaim,
                 self._conductor,
             )
-            self.worker: Worker = Caller() if device.addressable else WorkerThread()
+            self.worker: Worker = Caller() if device.addressable else WorkerThread(device.begin_thread)
             self.gradients_there: GradientsOnDevice | None = None
             if device.kernels is not None:
                 totals = arena.take(plan.totals_bytes)

@@ -53,8 +53,9 @@ class WorkerThread:
 
     apart = True
 
-    def __init__(self) -> None:
-        self._thread = Errands[None](1, "offload-update")
+    def __init__(self, begin: Callable[[], None]) -> None:
+        """Begin without a thread, which calls `begin` first."""
+        self._thread = Errands[None](1, "offload-update", begin)
 
     def submit(self, work: Callable[[], None], *, urgent: bool = False) -> Future[None]:
         """Put it behind what is as urgent."""
