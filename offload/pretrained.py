@@ -43,7 +43,8 @@ def load_pretrained(
         model_options: further arguments of ``from_pretrained``, such as ``attn_implementation`` or
             ``ignore_mismatched_sizes``, or of its config. None that chooses files.
         config: options as in :class:`offload.Engine`.
-        **options: options of :class:`offload.Config`, on top of `config`.
+        **options: options of :class:`offload.Config`, on top of `config`; `stage`, `group` and `reference` as in
+            :class:`offload.Engine`.
 
     Returns:
         The engine; its ``module`` is the model.

@@ -86,8 +86,8 @@ def ranks_of(stage: Stage, group: Any, counters: Counters, *, trains: bool = Tru
         return OneRank()
     if stage not in (1, 2, 3, "auto") or isinstance(stage, bool):
         raise ConfigError(
-            'stage: expected 1 or 2, gradients and optimizer states in slices, 3, parameters, too, or "auto" but got '
-            f"{stage!r}"
+            'stage: expected 1 or 2, gradients and optimizer states in slices, 3, parameters, too, "auto", or "apart", '
+            f"to evaluate with a whole engine in each process, but got {stage!r}"
         )
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         if os.environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
@@ -125,7 +125,10 @@ def refuse_options(world: int, optimizer: object, rule: Rule | None) -> None:
     if world == 1:
         return
     if rule is None or optimizer is None:
-        raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")
+        raise ConfigError(
+            "optimizer: expected one but got None: several ranks are for training; to evaluate, pass "
+            'stage="apart" for a whole engine in each process'
+        )
     refused = {
         f"optimizer {type(optimizer).__name__}, whose own class makes the steps": rule.own is not None,
         "a torch optimizer that has states": isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state),

@@ -53,7 +53,8 @@ def examples() -> str:
     """Return a page with all example scripts."""
     parts = [
         "# Examples",
-        "Each script runs as it is, on a tiny model that it makes. With `--model DIR` it takes a real one.",
+        "Each script runs as it is, on a tiny model that it makes; `deepspeed_before.py` needs DeepSpeed. Those that "
+        "import `common`, and `qlora.py`, take a real model with `--model DIR`.",
     ]
     for script in sorted((ROOT / EXAMPLES).glob("*.py")):
         text = script.read_text(encoding="utf-8")

@@ -247,7 +247,7 @@ def test_modules_of_fully_shard(mesh: Any) -> None:
 
     model = net()
     fully_shard(model.blocks[1], mesh=mesh)
-    text = r"FSDPLinear: .* one of fully_shard \(FSDP2\).*several ranks.*not supported yet; wrap the module as it was"
+    text = r"FSDPLinear: .* one of fully_shard \(FSDP2\).*has several ranks of its own; wrap the module as it was"
     with pytest.raises(StateError, match=text):
         Engine(model, AdamW(), **everything_on_device())
 
@@ -278,7 +278,7 @@ def test_parameters_of_tensor_parallelism(mesh: Any) -> None:
     model = parallelize_module(net(), mesh, {"blocks.2": ColwiseParallel()})
     text = (
         r"^parameter blocks\.2\.weight: expected elements in memory of its own but got a DTensor, of which several "
-        r"ranks have parts; several ranks and tensor parallelism are not supported yet, wrap the module as it was"
+        r"ranks have parts; .*several ranks of its own, tensor parallelism is not supported; wrap the module as it was"
     )
     with pytest.raises(ConfigError, match=text):
         Engine(model, AdamW(), **everything_on_device())
@@ -292,8 +292,8 @@ def test_one_of_several_processes_by_the_launcher(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("WORLD_SIZE", text)
         wanted = (
             rf"^engine: expected one process but got {text} in WORLD_SIZE, which would train apart; pass stage=1 to "
-            r"offload\.Engine for gradients and states in slices, or start one process, without torchrun or "
-            r"accelerate launch$"
+            r"offload\.Engine for gradients and states in slices, stage=.apart. to evaluate in each process as a "
+            r"whole, or start one process, without torchrun or accelerate launch$"
         )
         assert_refused(net(), StateError, wanted)
     with pytest.raises(StateError, match=r"got none, and WORLD_SIZE=16; call torch\.distributed\.init_process_group"):

@@ -26,7 +26,7 @@ LOST = (
     "expected content but it has none, its engine was closed without restoring it (it did not fit the budgets, or "
     "could not be read); load the model again, or close with restore=True"
 )
-ONE_RANK = "several ranks and tensor parallelism are not supported yet"
+OWN_RANKS = "offload.Engine(..., stage=1, 2, 3) has several ranks of its own"
 
 # Classes of torch.distributed that a module gets, and who gives it them.
 _SHARED_OUT = {
@@ -70,8 +70,8 @@ def refuse_ranks() -> None:
         if count > 1:
             raise StateError(
                 f"engine: expected one process but got {count} {source}, which would train apart; pass stage=1 to "
-                "offload.Engine for gradients and states in slices, or start one process, without torchrun or "
-                "accelerate launch"
+                'offload.Engine for gradients and states in slices, stage="apart" to evaluate in each process as a whole, '
+                "or start one process, without torchrun or accelerate launch"
             )
 
 
@@ -179,7 +179,7 @@ def _refuse_called_by_others(module: nn.Module) -> None:
         if is_a(module, "torch", name):
             raise StateError(
                 f"{subject}: expected an ordinary module but got one of {function}, which moves parameters and reduces "
-                f"gradients itself, and {ONE_RANK}; wrap the module as it was before"
+                f"gradients itself, and {OWN_RANKS}; wrap the module as it was before"
             )
 
 
@@ -245,7 +245,7 @@ def _refuse_tensor(subject: str, tensor: torch.Tensor, *, dense: bool = True) ->
     if is_lazy(tensor):
         remedy = "run one forward first, which finds the shape of lazy modules out"
     elif is_a(tensor, "torch", "DTensor"):
-        remedy = f"{ONE_RANK}, wrap the module as it was before"
+        remedy = f"{OWN_RANKS}, tensor parallelism is not supported; wrap the module as it was before"
     elif _is_scattered(tensor):
         if not dense:
             return
