@@ -40,6 +40,7 @@ from offload.planning.plan import Plan
 from offload.planning.timing import Timing
 from offload.report import Report, make_report
 from offload.run_state import RunState
+from offload.seeing.counted import counted_report
 from offload.seeing.page import Content, write_page
 from offload.several import APART, made_together, ranks_of
 from offload.shards.manager import Manager
@@ -367,12 +368,13 @@ class Engine(EngineTensors, EngineRuns):
         """Return where the time of the last steps went; ``print`` it, or have a page with charts of the whole run.
 
         It has seconds, bytes and GB/s per lane, the lane that binds, what computing has waited for, and the tiers. It
-        looks at a few steps, of which everything is still recorded.
+        looks at a few steps, of which everything is still recorded, or at what was counted of the last one.
 
         Args:
             path: of an HTML file for a browser, which is replaced; its folder must exist. None writes none. Of several
                 ranks, each needs a path of its own.
-            predicted: ``timing`` of :func:`offload.plan`: shown beside what was measured.
+            predicted: ``timing`` of :func:`offload.plan`: shown beside what was measured. That is None without a batch
+                or a machine, and for several ranks: nothing is compared then.
             losses: steps and their losses, in the order of steps, for the page. Without them it has the losses that
                 :meth:`backward` got; on an accelerator none, for looking at one would wait.
 
@@ -397,11 +399,15 @@ class Engine(EngineTensors, EngineRuns):
         spans = take_spans(self._parts, manager)
         seconds = None if predicted is None else {"step": predicted.step_s, **predicted.seconds}
         host = self._parts.device.addressable
-        report = make_report(spans, self.stats(), host_computes=host, predicted=seconds)
+        stats, samples = self.stats(), self._watch.samples()
+        report = make_report(spans, stats, host_computes=host, predicted=seconds)
+        if not report.step_seconds:
+            counted = counted_report(spans, samples, stats, host_computes=host, predicted=seconds)
+            report = report if counted is None else counted
         report = dataclasses.replace(report, activations=self._decision.told)
         if path is not None:
             title = f"{self._watch.title}{self._which_rank()}"
-            write_page(path, Content(title, str(self.plan), report, spans, self._watch.samples(), pairs))
+            write_page(path, Content(title, str(self.plan), report, spans, samples, pairs))
         return report
 
     def trace(self, path: str | Path) -> None:

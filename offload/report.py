@@ -60,14 +60,16 @@ class Report:
 
     Attributes:
         step_seconds: of each step, from the end of the one before, the oldest first; empty where none is recorded as a
-            whole: none has ended, or one takes more spans than are kept.
+            whole, nor counted: steps with more spans than are kept are counted from the second one on.
         seconds: of all of them; where there is none, of all the time of which everything is recorded.
         lanes: per link, in that time.
         waits: seconds that the thread that computes has waited, per what it waited for.
         waited_seconds: of all waits; some lie within others.
         stats: bytes of the tiers.
         activations: what ``activations="auto"`` has chosen, in words; empty where nothing was chosen.
-        compared: seconds of a step as predicted and as measured, of ``step`` and per lane, where there is a prediction.
+        compared: seconds of a step as predicted and as measured, of ``step`` and per lane, where there is a prediction
+            and a step.
+        predicted: there is a prediction.
     """
 
     step_seconds: tuple[float, ...]
@@ -78,6 +80,7 @@ class Report:
     stats: Stats
     activations: str = ""
     compared: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    predicted: bool = False
 
     @property
     def binding_lane(self) -> str | None:
@@ -113,7 +116,7 @@ class Report:
 
     def _prediction_lines(self) -> list[str]:
         if not self.compared:
-            return []
+            return ["  nothing is compared: no whole step is known"] if self.predicted else []
         lines = [f"  {'seconds':<11}{'predicted':>11}{'measured':>11}"]
         lines += [
             f"  {name:<11}{_text(first):>11}{_text(second):>11}" for name, (first, second) in self.compared.items()
@@ -187,7 +190,7 @@ def make_report(
     together["compute"] = sum(lanes[lane].seconds for lane in computing)
     together |= {"step": end - begin} | ({"cpu": 0.0} if host_computes else {})
     compared = {
-        name: (predicted.get(name, 0.0), took / max(len(steps), 1)) for name, took in together.items() if predicted
+        name: (predicted.get(name, 0.0), took / len(steps)) for name, took in together.items() if predicted and steps
     }
     waits: dict[str, list[tuple[float, float]]] = {}
     for span in per_lane[WAIT]:
@@ -201,6 +204,7 @@ def make_report(
         waited_seconds=seconds(WAIT),
         stats=stats,
         compared={name: both for name, both in compared.items() if any(both)},
+        predicted=predicted is not None,
     )
 
 

@@ -32,6 +32,7 @@ from offload.planning.moved import Moved
 from offload.planning.timing import Span, Timing
 from offload.report import make_report
 from offload.seeing import drawing
+from offload.seeing.counted import counted_report
 from offload.seeing.history import Between, History, Sample
 from offload.seeing.page import BARS, Content, page, write_page
 from offload.snapshot import take_spans
@@ -285,6 +286,28 @@ def test_a_page_of_steps_with_more_spans_than_are_kept_says_so() -> None:
     assert "Lanes of the last 7 s, which have no whole step" in page(content([sample(1), sample(2)], spans))
 
 
+def test_of_a_part_of_a_step_nothing_is_compared_and_the_report_says_so() -> None:
+    shown = content([], recorded(*TWO_STEPS, complete_from=25), predicted={"step": 9.0}).report
+    assert shown.compared == {} and "  nothing is compared: no whole step is known\n" in str(shown)
+    assert "nothing is compared" not in str(content([], recorded(*TWO_STEPS, complete_from=25)).report)
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_a_report_of_what_was_counted_is_of_the_steps_between_the_last_two_samples(host: bool) -> None:
+    steps = [LaneSpan("step", f"step {n}", 98 + 2 * n, 100 + 2 * n) for n in range(1, 8)]
+    spans, stats = recorded(*steps, complete_from=200), snapshot({})
+    predicted = {"step": 3.0, "compute": 1.0, "cpu": 0.0, "drive": 2.0}
+    samples = [sample(1), sample(4), sample(6)]
+    report = counted_report(spans, samples, stats, host_computes=host, predicted=predicted)
+    assert report is not None and report.step_seconds == (2, 2) and report.seconds == 4
+    assert report.lanes["nvme_read"].size_bytes == 20 and report.lanes["nvme_read"].seconds == 0.5
+    assert report.waits == {"parameters": 1.0} and report.waited_seconds == 1.0
+    each = {"step": (3.0, 2.0), "compute": (1.0, 0.25), "h2d": (0.0, 0.25), "d2h": (0.0, 0.25)}
+    assert report.compared == each | ({} if host else {"cpu": (0.0, 0.25)})
+    for known in (samples[:1], [sample(4), sample(4)]):
+        assert counted_report(spans, known, stats, host_computes=host, predicted=predicted) is None
+
+
 @pytest.mark.parametrize("what", ["folder", "no folder", "device"])
 def test_a_page_that_cannot_be_written_is_refused_by_name(tmp_path: Path, what: str) -> None:
     path = {"folder": tmp_path, "no folder": tmp_path / "no" / "file", "device": Path("/dev/full")}[what]
@@ -370,6 +393,29 @@ def test_an_engine_keeps_a_history_and_writes_a_page(tmp_path: Path) -> None:
     with pytest.raises(offload.StateError, match="report: the engine is closed"):
         engine.report(tmp_path / "closed.html")
     assert not (tmp_path / "closed.html").exists()
+
+
+def test_a_step_with_more_spans_than_are_kept_is_compared_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forgetful(*given: Any) -> Recorded:
+        spans = take_spans(*given)
+        return spans._replace(complete_from=max(span.end for span in spans.spans))
+
+    monkeypatch.setattr(offload.engine, "take_spans", forgetful)
+    predicted = Timing((Span("all", {"compute": 1.0, "h2d": 0, "d2h": 0, "cpu": 0, "drive": 3.0}),), 0.5, Moved())
+    for steps in (1, 3):
+        (tmp_path / str(steps)).mkdir()
+        engine, _ = trained(tmp_path / str(steps), steps)
+        with engine:
+            report, samples = engine.report(tmp_path / "page.html", predicted=predicted), engine._watch.samples()
+        if steps == 1:
+            assert report.step_seconds == () and report.compared == {}
+            continue
+        assert report.compared["step"] == (3.5, samples[2].time_s - samples[1].time_s)
+        assert 0 < report.compared["compute"][1] < report.seconds
+        read = (one.links["nvme_read"].bytes for one in samples[1:])
+        assert report.lanes["nvme_read"].size_bytes == -next(read) + next(read) > 0
 
 
 def test_a_page_and_a_trace_of_one_of_several_ranks_say_whose_they_are(
