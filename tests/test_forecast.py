@@ -651,6 +651,10 @@ def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.Ca
         (["--model", "llama-3.1-8b", "--cpu", "much"], "error: --cpu: expected bytes"),
         (["--model", "llama-3.1-8b", "--stage", "2"], "error: --stage: expected ranks beside it"),
         (["--model", "llama-3.1-8b", "--measure-again"], "error: --measure-again: expected --hardware here"),
+        (
+            ["--model", "llama-3.1-8b", "--hardware", "h200", "--drive", "."],
+            "error: --drive: expected --hardware here, or --nvme, beside it but got h200;",
+        ),
     ],
 )
 def test_unknown_models_and_machines_are_refused(
@@ -661,6 +665,22 @@ def test_unknown_models_and_machines_are_refused(
     out, err = capsys.readouterr()
     plain = json.loads(out)
     assert message in err and plain["fits"] is None and plain["error"] in err and "budgets" not in plain
+
+
+@pytest.mark.parametrize("where", [[], ["--hardware", "here"]])
+def test_a_drive_that_is_named_is_planned_with(
+    where: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With as much of it as an engine takes: 90 % of what is free."""
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(predicting, "free_bytes", lambda paths: 1000 if paths == (tmp_path,) else None)
+    call = ["plan", "--model", str(tmp_path), "--json", *where]
+    for drive, budget in (([], 0), (["--drive", str(tmp_path)], 900)):
+        assert main([*call, *drive]) == 0
+        assert json.loads(capsys.readouterr().out)["plan"]["bytes"]["nvme"]["budget"] == budget
 
 
 def test_sequences_longer_than_a_table_of_positions_are_refused(

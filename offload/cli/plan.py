@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="BYTES", help="budget of the device, such as 24GiB")
     parser.add_argument("--cpu", metavar="BYTES", help="budget of host memory")
     parser.add_argument("--nvme", metavar="BYTES", help="budget of the drive")
-    parser.add_argument(
-        "--drive", default=os.curdir, metavar="DIR", help="a folder on the drive that --hardware here measures"
-    )
+    parser.add_argument("--drive", metavar="DIR", help="a folder on this machine's drive; beside --nvme, default: .")
     for name, what in (("--offload-param", "parameters"), ("--offload-optimizer", "states")):
         parser.add_argument(name, default="auto", choices=get_args(OffloadTier), help=f"force where {what} live")
     parser.add_argument("--optimizer", default="AdamW", choices=_OPTIMIZERS)
@@ -126,7 +124,15 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
         options["activations"] = arguments.activations
     if arguments.stage != "auto" and arguments.ranks == 1:
         raise ConfigError(f"stage: expected ranks beside it, several, but got --stage {arguments.stage} alone")
-    if arguments.activation_nvme_memory or "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer):
+    wants = "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer)
+    if wants or arguments.activation_nvme_memory:
+        options["nvme_path"] = arguments.drive or os.curdir
+    elif arguments.drive is not None:
+        if arguments.hardware not in (None, "here"):
+            raise ConfigError(
+                f'drive: expected hardware="here", or max_memory["nvme"], beside it but got {arguments.hardware}; a '
+                "machine that is not here has as much of a drive as you say"
+            )
         options["nvme_path"] = arguments.drive
     with telling(sys.stderr):
         return plan(
