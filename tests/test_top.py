@@ -232,6 +232,16 @@ def test_a_narrow_terminal_shows_sizes(engine: offload.Engine) -> None:
     assert any(line.endswith(">") for line in lines), "what is cut off says so"
 
 
+def test_a_low_terminal_says_how_much_it_does_not_show(engine: offload.Engine) -> None:
+    whole = top.screen(running() * 3, 80)
+    for rows in range(1, len(whole) + 2):
+        shown = top.screen(running() * 3, 80, rows)
+        assert len(shown) == min(rows, len(whole))
+        more = len(whole) - rows + 1
+        assert shown[-1] == (f"... {more} more lines; top PID shows one process" if more > 1 else whole[-1])
+        assert len(shown) < 3 or shown[1:-1] == whole[1 : len(shown) - 1]
+
+
 def test_json_is_for_scripts(engine: offload.Engine, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", "--json"]) == 0
     [one] = json.loads(capsys.readouterr().out)

@@ -74,7 +74,7 @@ def watch(
         except (ConfigError, StateError):  # who calls this has looked before
             return
         size = shutil.get_terminal_size((100, 40))
-        shown = screen(engines, size.columns)[: size.lines - 1]
+        shown = screen(engines, size.columns, size.lines - 1)
         out.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
         out.flush()
         sleep(every_s)
@@ -129,11 +129,17 @@ def _age_s(one: Running) -> float:
     return max(datetime.datetime.now().timestamp() - one.written_s, 0.0)
 
 
-def screen(engines: Sequence[Running], columns: int) -> list[str]:
-    """Return the lines of a screen, none of them wider than a terminal of so many columns."""
+def screen(engines: Sequence[Running], columns: int, rows: int | None = None) -> list[str]:
+    """Return the lines of a screen, none of them wider than a terminal of so many columns, and no more than its rows.
+
+    If there are more, the last one says how many are missing.
+    """
     lines = [f"offload top, {datetime.datetime.now():%H:%M:%S}, engines: {len(engines)}"]
     for one in engines:
         lines += ["", *_lines(one, max(min(WIDE, columns - 55), LEAST_WIDE))]
+    if rows is not None and len(lines) > rows:
+        kept = max(rows - 1, 0)
+        lines[kept:] = [f"... {len(lines) - kept} more lines; top PID shows one process"]
     most = max(columns, 20)
     return [line if len(line) <= most else f"{line[: most - 1]}>" for line in map(_clean, lines)]
 
