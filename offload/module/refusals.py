@@ -70,8 +70,8 @@ def refuse_ranks() -> None:
         if count > 1:
             raise StateError(
                 f"engine: expected one process but got {count} {source}, which would train apart; pass stage=1 to "
-                'offload.Engine for gradients and states in slices, stage="apart" to evaluate in each process as a whole, '
-                "or start one process, without torchrun or accelerate launch"
+                'offload.Engine for gradients and states in slices, stage="apart" to evaluate in each process as a '
+                "whole, or start one process, without torchrun or accelerate launch"
             )
 
 
