@@ -75,6 +75,24 @@ def test_some_answers_are_left_out(tokenizer: Any, template: str) -> None:
     assert counted(tokenizer, row, template=template)[1] == "so.<|im_end|>\n"
 
 
+@pytest.mark.parametrize("template", [CHAT, MARKED])
+def test_an_answer_may_come_first(tokenizer: Any, template: str) -> None:
+    """As of who greets: no template renders an empty conversation, which would tell where it begins."""
+    text, part = counted(tokenizer, {"messages": [ANSWER, QUESTION, ANSWER]}, template=template)
+    assert text.startswith("<|im_start|>assistant\nso.<|im_end|>\n<|im_start|>user") and part == 2 * "so.<|im_end|>\n"
+
+
+def test_spaces_count_where_a_tokenizer_trims_them() -> None:
+    from tokenizers import processors
+
+    tokenizer = make_tokenizer()
+    tokenizer._tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    row = {"prompt": "if x:", "completion": "\n   y\n    "}
+    assert counted(tokenizer, row)[0] == "if x:\n   y\n    <|im_end|>"
+    made = Renderer(tokenizer).tokens(Row("here", row))
+    assert [bool(count) for count in made.counts] == [False] * 5 + [True] * 11
+
+
 def test_completions_and_texts(tokenizer: Any) -> None:
     row = {"prompt": "2 + 2 =", "completion": " 4", "messages": None}
     assert counted(tokenizer, row) == ("2 + 2 = 4<|im_end|>", " 4<|im_end|>")
@@ -138,6 +156,14 @@ def test_every_format_has_the_same_rows(tmp_path: Path, name: str) -> None:
     rows = list(read_rows(write_rows(tmp_path / name, chats(3))))
     assert [row.columns for row in rows] == chats(3)
     assert rows[1].place == f"data {tmp_path / name}, {'line' if name.endswith('l') else 'row'} 2"
+
+
+def test_parquet_has_no_keys_of_other_rows(tmp_path: Path) -> None:
+    """A column of structs has the keys of all rows: those that a row has not would be rendered as null."""
+    pytest.importorskip("pyarrow")
+    calls = [[{"function": {"name": "f", "arguments": {key: ["x", None]}}}] for key in ("city", "query")]
+    rows = [{"messages": [QUESTION, {"role": "assistant", "tool_calls": call}], "n": n} for n, call in enumerate(calls)]
+    assert [row.columns for row in read_rows(write_rows(tmp_path / "rows.parquet", rows))] == rows
 
 
 def test_lines_may_be_empty_and_begin_with_a_mark(tmp_path: Path) -> None:
@@ -251,20 +277,36 @@ def test_the_sample_continues_what_is_asked(tokenizer: Any, tmp_path: Path) -> N
     path = write_rows(tmp_path / "rows.jsonl", chats(4))
     begin = "<|im_start|>assistant\n"
     assert tokenizer.decode(load_data(tokenizer, settings(path)).prompt).endswith(begin)
-    asked = tokenizer.decode(load_data(tokenizer, settings(path, prompt="hi")).prompt)
-    assert asked == f"<|im_start|>user\nhi<|im_end|>\n{begin}"
+    lists = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in chats(4)]
+    for file in (path, write_rows(tmp_path / "lists.jsonl", lists)):
+        asked = tokenizer.decode(load_data(tokenizer, settings(file, prompt="hi")).prompt)
+        assert asked == f"<|im_start|>user\nhi<|im_end|>\n{begin}"
+    texts = write_rows(tmp_path / "texts.jsonl", [{"messages": None, "text": "some text"}] * 4)
+    assert tokenizer.decode(load_data(tokenizer, settings(texts, prompt="hi")).prompt) == "hi"
 
 
 def test_the_digest_tells_data_apart(tokenizer: Any, tmp_path: Path) -> None:
     def digest(count: int, **how: Any) -> str:
         path = write_rows(tmp_path / "rows.jsonl", chats(count))
         write_rows(tmp_path / "eval.jsonl", chats(1))
-        return load_data(tokenizer, settings(path, eval=str(tmp_path / "eval.jsonl"), **how)).digest
+        found = load_data(tokenizer, settings(path, eval=str(tmp_path / "eval.jsonl"), **how)).digests
+        return found["tokens of the data"]
 
     same = {digest(5), digest(5)}
     assert len(same) == 1
     others = {digest(6), digest(5, loss_on="all"), digest(5, packing=True), digest(5, packing="joined")}
     assert len(others) == 4 and not same & others
+
+
+def test_digests_tell_apart_what_is_held_out_and_asked(tokenizer: Any, tmp_path: Path) -> None:
+    path, other = write_rows(tmp_path / "rows.jsonl", chats(5)), write_rows(tmp_path / "other.jsonl", chats(2))
+    found = [
+        load_data(tokenizer, settings(path, **{"eval": str(path), "prompt": "a", **how})).digests
+        for how in ({}, {"eval": str(other)}, {"eval": "0"}, {"prompt": "b"})
+    ]
+    assert len({each["tokens of the data"] for each in found}) == 1
+    assert len({each["tokens held out"] for each in found}) == 3
+    assert len({each["tokens of the prompt"] for each in found}) == 2
 
 
 # --- batches ---

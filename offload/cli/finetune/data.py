@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,14 @@ class Data:
         held_out: to evaluate on; None if nothing is.
         prompt: (tokens,) int64, HOST: what the sample continues.
         notes: what is in it, and what was left out.
-        digest: of the tokens to train on and their labels.
+        digests: of the tokens to train on and their labels, of those held out, and of the prompt, by name.
     """
 
     train: Sequences
     held_out: Sequences | None
     prompt: torch.Tensor
     notes: Sequence[str]
-    digest: str
+    digests: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,11 +74,19 @@ def load_data(tokenizer: Any, settings: Settings) -> Data:
         parts = _of_text(windows, settings)
     train, held_out = parts
     if not settings.evaluates:
-        return Data(train.sequences, None, train.prompt, train.notes, _digest(train.sequences))
+        return _data(train, None, train.prompt, train.notes)
     if held_out is None:
         held_out = _evaluated(tokenizer, settings)
-    notes = [*train.notes, *held_out.notes]
-    return Data(train.sequences, held_out.sequences, held_out.prompt, notes, _digest(train.sequences))
+    return _data(train, held_out.sequences, held_out.prompt, [*train.notes, *held_out.notes])
+
+
+def _data(train: _Part, held_out: Sequences | None, prompt: torch.Tensor, notes: Sequence[str]) -> Data:
+    digests = {
+        "tokens of the data": _digest(train.sequences),
+        "tokens held out": "none" if held_out is None else _digest(held_out),
+        "tokens of the prompt": hashlib.blake2b(prompt.numpy().tobytes(), digest_size=16).hexdigest(),
+    }
+    return Data(train.sequences, held_out, prompt, notes, digests)
 
 
 def _windows(tokenizer: Any, path: Path, settings: Settings) -> Windows:

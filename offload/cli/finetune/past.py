@@ -41,18 +41,18 @@ class Past:
         return self.steps[-1].step if self.steps else 0
 
     def to_state(
-        self, settings: Settings, digest: str, schedule: Mapping[str, Any], *, small: bool = False
+        self, settings: Settings, digests: Mapping[str, str], schedule: Mapping[str, Any], *, small: bool = False
     ) -> dict[str, Any]:
         """Return it as the user's part of a checkpoint; `small`, with some of the steps, as that of a commit.
 
         Args:
             settings: of the run.
-            digest: of what it trains on.
+            digests: of what it trains on, what is held out, and the prompt.
             schedule: state of the learning rate's.
             small: whether some steps are enough.
         """
         return {
-            "data": _data_of(settings, digest),
+            "data": _data_of(settings, digests),
             "steps": [dataclasses.asdict(record) for record in (thinned(self.steps) if small else self.steps)],
             "evaluations": self.evaluations,
             "seconds": self.seconds,
@@ -62,7 +62,7 @@ class Past:
         }
 
     @classmethod
-    def of_state(cls, state: Any, settings: Settings, digest: str) -> Past:
+    def of_state(cls, state: Any, settings: Settings, digests: Mapping[str, str]) -> Past:
         """Return what a checkpoint has kept.
 
         Raises:
@@ -70,12 +70,12 @@ class Past:
         """
         if not isinstance(state, dict) or not {"data", "schedule", "sample_before", "tokens"} <= state.keys():
             raise FinetuneError("resume: expected a checkpoint that finetune has saved; name its --output")
-        for name, value in _data_of(settings, digest).items():
+        for name, value in _data_of(settings, digests).items():
             before = state["data"].get(name)
             if before != value:
                 raise FinetuneError(
-                    f"resume: expected {name} {before!r} but got {value!r}; what the steps do depends on it, so resume "
-                    "with what the run was begun with"
+                    f"resume: expected {name} {before!r} but got {value!r}; the steps, or what the report compares, "
+                    "depend on it, so resume with what the run was begun with"
                 )
         steps = [StepRecord(**record) for record in state["steps"]]
         evaluations = [tuple(one) for one in state["evaluations"]]
@@ -110,9 +110,9 @@ def refuse_another_run(settings: Settings) -> None:
         )
 
 
-def _data_of(settings: Settings, digest: str) -> dict[str, Any]:
-    """Return what decides on the steps, beside what the engine compares: data, their order, and adapters."""
+def _data_of(settings: Settings, digests: Mapping[str, str]) -> dict[str, Any]:
+    """Return what decides on the steps and the report, beside what the engine compares: data, order, adapters."""
     names = ("seed", "sequence_length", "batch_size", "gradient_accumulation_steps", "peft")
     rates, adapters = ("lr", "weight_decay", "warmup_steps"), ("lora_rank", "lora_alpha", "lora_targets")
     found = {name: getattr(settings, name) for name in (*names, *rates, *adapters)}
-    return {**found, "chunked_loss": settings.chunked_loss or None, "tokens of the data": digest}
+    return {**found, "chunked_loss": settings.chunked_loss or None, **digests}

@@ -7,6 +7,7 @@ neither files nor models. Next: :mod:`offload.cli.finetune.data`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -65,7 +66,7 @@ class Renderer:
 
     def question(self, prompt: str, row: Row) -> list[int]:
         """Return the tokens of a prompt that is given as the rows are: as a user's message if `row` has messages."""
-        if "messages" not in row.columns:
+        if row.columns.get("messages") is None and not isinstance(row.columns.get("prompt"), list):
             return list(self._tokenizer(prompt)["input_ids"])
         text = self._rendered(row, [{"role": "user", "content": prompt}], {}, asks=True)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -107,7 +108,11 @@ class Renderer:
         """Return where the chosen messages are in the rendered text: each beginning is rendered by itself."""
         spans = []
         for number in (number for number, yes in enumerate(chosen) if yes):
-            before = self._rendered(row, messages[:number], given, asks=True)
+            if number:
+                before = self._rendered(row, messages[:number], given, asks=True)
+            else:  # no template renders nothing: what comes before any content
+                others = ({**messages[0], "content": content} for content in "ab")
+                before = os.path.commonprefix([self._rendered(row, [other], given) for other in others])
             through = self._rendered(row, messages[: number + 1], given)
             if not through.startswith(before) or not text.startswith(through):
                 raise FinetuneError(
@@ -141,11 +146,13 @@ class Renderer:
                 f"{row.place}: expected a tokenizer that tells where in the text its tokens are but "
                 f"{type(self._tokenizer).__name__} does not; pass --loss-on all"
             )
-        made = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-        # A token without characters is none of the text: the beginning-of-text token, for example.
-        counts = [
-            begin < end and any(first <= begin < last for first, last in spans) for begin, end in made["offset_mapping"]
-        ]
+        made = self._tokenizer(
+            text, add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True
+        )
+        counts = []
+        for (begin, end), is_added in zip(made["offset_mapping"], made["special_tokens_mask"], strict=True):
+            at = begin if begin < end else begin - 1  # of nothing but spaces, which some tokenizers trim
+            counts.append(not is_added and any(first <= at < last for first, last in spans))
         return list(made["input_ids"]), counts
 
 
@@ -190,7 +197,7 @@ def _message(row: Row, message: Any, name: str) -> Message:
         raise FinetuneError(f"{row.place}: {name}: expected text as content but got {content!r:.60}")
     if content is None and not message.get("tool_calls"):
         raise FinetuneError(f"{row.place}: {name}: expected content, or tool_calls, but got neither")
-    return message
+    return {key: value for key, value in message.items() if value is not None}  # templates ask what is there
 
 
 def _tools(row: Row, tools: Any) -> Any:

@@ -95,9 +95,16 @@ def _parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches():
                 for columns in batch.to_pylist():
                     number += 1
-                    yield Row(f"data {path}, row {number}", columns)
+                    yield Row(f"data {path}, row {number}", _without_nulls(columns))
     except ArrowException as error:
         raise FinetuneError(f"data {path}: cannot be read as Parquet behind row {number}: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of Parquet, without keys that other rows have: structs of a column have the same ones."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _decoded(content: bytes, place: str) -> str:

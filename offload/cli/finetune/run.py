@@ -178,7 +178,7 @@ def train(
             evaluated(number, f"after step {number}")
             trim_heap()
         ends = stop is not None and stop.asked
-        keep(engine, past, settings, data.digest, scheduler.state_dict(), progress, last=ends)
+        keep(engine, past, settings, data.digests, scheduler.state_dict(), progress, last=ends)
         if ends and number < settings.steps:
             progress.close()
             raise Stopped(_stopped(settings, number))
@@ -189,7 +189,7 @@ def keep(
     engine: Engine,
     past: Past,
     settings: Settings,
-    digest: str,
+    digests: Mapping[str, str],
     schedule: Mapping[str, Any],
     progress: Progress,
     *,
@@ -199,9 +199,9 @@ def keep(
     number = past.done
     last = last or number == settings.steps
     if settings.is_durable:
-        engine.client_state = past.to_state(settings, digest, schedule, small=True)
+        engine.client_state = past.to_state(settings, digests, schedule, small=True)
     if settings.save_every and (number % settings.save_every == 0 or last):
-        state = past.to_state(settings, digest, schedule)
+        state = past.to_state(settings, digests, schedule)
         folder, count = checkpoints_of(settings), settings.keep_checkpoints
         if engine.config.background_checkpoints and not last:
             pending = engine.save_checkpoint(folder, client_state=state, keep=count, wait=False)
@@ -314,7 +314,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
                 tokens = continue_text(engine, data.prompt, length, device, end)
             return str(tokenizer.decode(tokens))
 
-        past = _past(engine, settings, data.digest, out)
+        past = _past(engine, settings, data.digests, out)
         if settings.packing is True:
             with without_cache(model):
                 require_apart(engine, settings.batch_size, device)
@@ -375,7 +375,7 @@ def _durable_options(settings: Settings) -> dict[str, Any]:
     return {"resume": settings.resume, "checkpoint_dir": checkpoints}
 
 
-def _past(engine: Engine, settings: Settings, digest: str, out: TextIO) -> Past:
+def _past(engine: Engine, settings: Settings, digests: Mapping[str, str], out: TextIO) -> Past:
     """Return what is over of the run: of a resumed one, what its last commit or its latest checkpoint has.
 
     Raises:
@@ -393,7 +393,7 @@ def _past(engine: Engine, settings: Settings, digest: str, out: TextIO) -> Past:
         if not found and settings.resume is not True:
             return Past()
         state = first_whole(found, engine.load_checkpoint)[1] if found else engine.load_checkpoint(folder.path)
-    past = Past.of_state(state, settings, digest)
+    past = Past.of_state(state, settings, digests)
     complete = ", and all are taken; ask for more with --steps" if past.done == settings.steps else ""
     print(f"resumed after step {past.done}{complete}", file=out, flush=True)
     return past
