@@ -20,6 +20,7 @@ from offload.checkpoint.digests import take_digests
 from offload.config import Config
 from offload.life import Life
 from offload.memory.budget import Tier
+from offload.torch_private import IncompatibleKeys
 
 
 class EngineTensors:
@@ -65,7 +66,7 @@ class EngineTensors:
         """
         return self._parts.tensors.deferred_state(self.module if module is None else module)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> IncompatibleKeys:
         """Load parameters, buffers and extra states by name; masters follow the given values, moments are kept.
 
         A 16-bit value that equals the present parameter leaves its master as it is, so that it does not matter whether
@@ -76,12 +77,15 @@ class EngineTensors:
                 with ``set_extra_state`` get their states last, as they are.
             strict: refuse names that are missing, and those that the module does not have.
 
+        Returns:
+            Names in ``missing_keys`` and ``unexpected_keys``, as torch returns them. With `strict`, there are none.
+
         Raises:
             ConfigError: it is no mapping, or names or shapes do not fit (with `strict`, missing and unexpected names
                 too).
             StateError: parameters are in use, inside :meth:`gather` or a forward. Nothing was loaded in either case.
         """
-        self._parts.tensors.load(state_dict, strict=strict)
+        return self._parts.tensors.load(state_dict, strict=strict)
 
     def gather_gradients(
         self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None = None, modify: bool = False

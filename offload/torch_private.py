@@ -52,6 +52,7 @@ class DispatchMode(TorchDispatchMode):
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009 - untyped
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what module.load_state_dict() returns
 parse_to: Callable[..., Any] = torch._C._nn._parse_to
 
 _CALL_MODULE = torch.nn.Module._call_impl.__code__

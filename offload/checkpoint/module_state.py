@@ -34,7 +34,7 @@ from offload.module.refusals import unreadable
 from offload.module.saved import address_of
 from offload.planning.units import Where, without_reference
 from offload.shards.manager import Manager
-from offload.torch_private import no_functions
+from offload.torch_private import IncompatibleKeys, no_functions
 from offload.wrappers import Shell, is_wrapper, take_apart
 
 _ADAPTED = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")  # what PEFT puts in the place of modules
@@ -147,7 +147,7 @@ class ModuleTensors:
             manager.bound.refuse_changes()
             return deferred_state(module, self._binding, manager)
 
-    def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> None:
+    def load(self, state_dict: Mapping[str, Any], *, strict: bool) -> IncompatibleKeys:
         """Load parameters, buffers and extra states by name; see ``Engine.load_state_dict``."""
         self._manager()
         if not isinstance(state_dict, Mapping):
@@ -159,7 +159,8 @@ class ModuleTensors:
         own = tensors_by_name(self._module)
         extra = {extra_key(name): part for name, part in taking_extra(self._module).items()}
         known = own.keys() | extra.keys()
-        missing, unexpected = sorted(known - state_dict.keys()), sorted(state_dict.keys() - known, key=str)
+        missing = [name for name in (*own, *extra) if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
             raise ConfigError(
                 f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
@@ -185,6 +186,7 @@ class ModuleTensors:
         for name, part in extra.items():
             if name in state_dict:
                 part.set_extra_state(state_dict[name])
+        return IncompatibleKeys(missing, unexpected)
 
     def apply(self, function: Callable[[str, nn.Parameter], object], params: Any) -> None:
         """Call ``function(name, parameter)`` unit by unit; see ``Engine.apply``."""
