@@ -35,7 +35,7 @@ from offload.module import refusals
 from offload.module.clipping import clip_grad_norm_
 from offload.module.pass_times import PassCalls
 from offload.optim.takeover import unwrapped
-from offload.optimizer import Calls, OffloadOptimizer
+from offload.optimizer import Calls, OffloadOptimizer, warn_of_zeros
 from offload.planning.plan import Plan
 from offload.planning.timing import Timing
 from offload.report import Report, make_report
@@ -273,12 +273,17 @@ class Engine(EngineTensors, EngineRuns):
         """Tell whether the next :meth:`step` updates the parameters."""
         return self._step is None or self._step.micro_batches.last
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that have arrived since the last step, and begin its micro-batches anew.
+
+        Args:
+            set_to_none: without it, the same happens, and a warning says what that changes.
 
         Raises:
             StateError: the engine is closed or asleep.
         """
+        if not set_to_none:
+            warn_of_zeros("zero_grad")
         self._require_open()
         if self._step is not None:
             self._step.micro_batches.note_zeroed()

@@ -60,6 +60,22 @@ def refuse_spec(spec: OptimizerSpec | torch.optim.Optimizer, parameters: Sequenc
             raise _foreign(parameter)
 
 
+def warn_of_zeros(call: str) -> None:
+    """Say that gradients are None where zeros were asked for.
+
+    Args:
+        call: what has called this, and was called by the user.
+
+    Warns:
+        UserWarning: always.
+    """
+    warnings.warn(
+        f"{call}: set_to_none=False would leave zeros, but gradients are None all the same: a step leaves a parameter "
+        "alone that no backward has reached; drop the argument",
+        stacklevel=3,
+    )
+
+
 def _trainable(parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     found = [parameter for parameter in parameters if parameter.requires_grad]
     if not found:
@@ -302,11 +318,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateError: the engine is closed or asleep.
         """
         if not set_to_none:
-            warnings.warn(
-                "optimizer.zero_grad: set_to_none=False would leave zeros, but gradients are None all the same: a step "
-                "leaves a parameter alone that no backward has reached; drop the argument",
-                stacklevel=2,
-            )
+            warn_of_zeros("optimizer.zero_grad")
         self._calls.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

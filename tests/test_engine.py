@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -322,10 +323,18 @@ def test_zero_grad_forgets(engine: Engine) -> None:
     step(engine, 1)
 
 
-def test_zeros_that_nobody_gets_are_told(engine: Engine) -> None:
+@pytest.mark.parametrize("face", ["engine", "optimizer"])
+def test_zeros_that_nobody_gets_are_told(face: str, engine: Engine) -> None:
+    zeroing: Any = engine if face == "engine" else engine.optimizer
     loss_of(engine, 0).backward()
-    with pytest.warns(UserWarning, match="set_to_none=False would leave zeros, but gradients are None"):
-        engine.optimizer.zero_grad(set_to_none=False)
+    with pytest.warns(UserWarning, match="zero_grad: set_to_none=False would leave zeros, but gradients are") as told:
+        zeroing.zero_grad(set_to_none=False)
+    assert told[0].filename == __file__
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    loss_of(engine, 0).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zeroing.zero_grad(set_to_none=True)
     assert all(parameter.grad is None for parameter in engine.module.parameters())
 
 

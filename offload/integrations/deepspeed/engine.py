@@ -193,17 +193,20 @@ class DeepSpeedEngine(Engine):
                 logger.info("step=%d, skipped=%d, lr=%s", number, self.skipped_steps, self.get_lr())
         return self._was_taken
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; inside of an accumulation do nothing, as DeepSpeed with ZeRO, which has them elsewhere.
 
         The optimizer's ``zero_grad`` does the same. There, ``offload.Engine.zero_grad(engine)`` forgets them.
+
+        Args:
+            set_to_none: see ``offload.Engine.zero_grad``.
 
         Raises:
             StateError: the engine is closed or asleep.
         """
         done = 0 if self._step is None else self._step.micro_batches.done
         if not done:
-            super().zero_grad()
+            super().zero_grad(set_to_none)
         elif not self._is_zero_told:
             self._is_zero_told = True
             logger.warning(
