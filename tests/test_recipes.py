@@ -303,6 +303,25 @@ def test_the_remedy_where_a_group_has_the_frozen_parameter(make: Callable[..., A
         assert_same_moments(engine, theirs, exactly=False)
 
 
+def test_two_networks_against_each_other(tmp_path: Path) -> None:
+    generator, discriminator = net(), net()
+    theirs = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (generator, discriminator)]
+    for x in BATCHES:
+        made = generator(x)
+        discriminator.zero_grad()
+        (loss_of(discriminator(x)) - loss_of(discriminator(made.detach()))).backward()
+        theirs[1].step()
+        generator.zero_grad()
+        loss_of(discriminator(made)).backward()
+        theirs[0].step()
+    model = net()
+    with recipe("Two networks against each other", model, None, tight(model, tmp_path)) as names:
+        assert_same(names["g"], generator, exactly=False)
+        assert_same(names["d"], discriminator, exactly=False)
+        assert names["d"].stats().early_units_dropped == 0
+        assert names["g"].stats().early_units_dropped == 0
+
+
 def test_what_is_frozen_is_not_written(tmp_path: Path) -> None:
     """Each layer is a unit, of whose content the same bytes are written in each step that trains it."""
     model = net()
