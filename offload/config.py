@@ -59,7 +59,8 @@ class Config:
         run_dir: directory, or several, for the swap files of a durable run, in the place of `nvme_path`; made where it
             is missing. Parameters and states live there, and each step is committed: whatever ends the process, an
             engine with the same `run_dir` goes on from the last commit, with the same bits. It loses at most the step
-            in progress and the one still being finished. Each of several ranks has a folder of its own in it. None:
+            in progress and the one still being finished. If a schedule of torch is made and its state loaded before the
+            first step, the run's learning rates stay. Each of several ranks has a folder of its own in it. None:
             nothing survives the process but checkpoints.
         resume: ``"auto"`` goes on with the newest of `run_dir` and `checkpoint_dir`, or begins where there is nothing;
             True wants something there; False wants nothing there. A damaged checkpoint is left out with a warning.

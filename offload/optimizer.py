@@ -21,6 +21,7 @@ from offload.interrupt import Deferral
 from offload.kernels.optimizers import Adam, AdamW
 from offload.nested import tensors_in
 from offload.optim import progress
+from offload.optim.group_list import GroupList
 from offload.optim.offloaded_states import OffloadedStates, refuse
 from offload.optim.probe import of_added
 from offload.optim.rules import Rule
@@ -139,6 +140,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._calls = calls
         if isinstance(spec, torch.optim.Optimizer):
             super().__init__([{**group} for group in spec.param_groups], dict(spec.defaults))
+            if "param_groups" in vars(spec):  # not what a class makes of them
+                spec.param_groups = GroupList(spec.param_groups)
             self.param_groups = spec.param_groups  # shared: schedulers made for `spec` keep working
         else:
             trainable = _trainable(parameters)
@@ -149,6 +152,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"optimizer: expected parameters and groups that torch.optim takes, too, but got: {error}"
                 ) from error
+            self.param_groups = GroupList(self.param_groups)
         self.refuse_foreign()
         self._made = True
         if isinstance(spec, torch.optim.Optimizer):
@@ -304,7 +308,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._calls.step()
+        if self._calls.step() and isinstance(self.param_groups, GroupList):
+            self.param_groups.end_run()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -417,9 +422,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return saved
 
     def load_groups(self, saved: list[dict[str, Any]]) -> None:
-        """Take over the options of groups that :meth:`check_groups` has returned."""
+        """Take over the options of groups that :meth:`check_groups` has returned, those of a run that goes on."""
         for group, values in zip(self.param_groups, self._converted(saved), strict=True):
             group.update(values)
+        if isinstance(self.param_groups, GroupList):
+            self.param_groups.begin_run()
 
     def _converted(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return groups as torch loads them, with the parameters of the present ones."""

@@ -212,9 +212,28 @@ def test_a_schedule(tmp_path: Path) -> None:
     assert len(set(betas)) > 3, "it changes the momentum"
     model = net()
     options = tight(model, tmp_path)
-    with recipe("Schedules of the learning rate", model, by_torch(model.parameters()), options) as names:
+    with recipe("Schedules of the learning rate", model, by_torch(model.parameters()), options, only=0) as names:
         assert_same(names["engine"], truth)
         assert names["schedule"].get_last_lr() == schedule.get_last_lr()
+
+
+def test_a_schedule_of_a_durable_run(tmp_path: Path) -> None:
+    """It is interrupted inside of the warm-up, and behind it."""
+    truth = net()
+    optimizer = by_torch(truth.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4)
+    plain(truth, optimizer, lambda step: schedule.step())
+    for end in (2, 5, 6):
+        model = net()
+        options = tight(model, tmp_path)
+        for option in ("nvme_path", "offload_param", "offload_optimizer"):
+            del options[option]
+        more = {"run": tmp_path / "run", "batches": BATCHES[:end]}
+        with recipe("In a durable run", model, by_torch(model.parameters()), options, **more) as names:
+            assert names["schedule"].last_epoch == end
+            left = names["engine"].state_dict()
+    assert left.keys() == truth.state_dict().keys()
+    assert all(torch.equal(left[name], value) for name, value in truth.state_dict().items())
 
 
 # --- parts of the model -----------------------------------------------------------------------------------------------
