@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -299,6 +300,32 @@ def test_numa_nodes(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert machine.numa_nodes(tmp_path) == 2
     assert machine.numa_nodes(tmp_path / "missing") == 1
+
+
+def test_a_drive_has_the_same_name_after_each_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where mountinfo has a number 0:N, which the next boot gives to another one."""
+    partition = tmp_path / "nvme0n1" / "nvme0n1p2"
+    (partition / "partition").mkdir(parents=True)
+    (tmp_path / "nvme0n1" / "queue").mkdir()
+    (tmp_path / "nvme0n1" / "queue" / "rotational").write_text("1\n")
+    (tmp_path / "259:2").symlink_to(partition)
+    nodes = {"/dev/nvme0n1p2": (stat.S_IFBLK, os.makedev(259, 2)), "/dev/fuse": (stat.S_IFCHR, os.makedev(259, 2))}
+    real = os.stat
+
+    def look(path: Any, **options: Any) -> Any:
+        if str(path) in nodes:
+            return SimpleNamespace(st_mode=nodes[str(path)][0], st_rdev=nodes[str(path)][1])
+        return real(path, **options)
+
+    monkeypatch.setattr(machine.os, "stat", look)
+
+    def found(number: str, kind: str) -> machine.Mount | None:
+        return machine.mount_of(tmp_path, f"1 0 {number} /@ / rw - {kind} rw\n", tmp_path)
+
+    assert found("0:44", "btrfs /dev/nvme0n1p2") == machine.Mount("btrfs", "259:2", "nvme0n1", None, True)
+    for kind in ("btrfs /dev/hidden", "zfs pool/data", "overlay overlay", "nfs4 host:/data", "fuse /dev/fuse"):
+        name, source = kind.split()
+        assert found("0:44", kind) == found("0:45", kind) == machine.Mount(name, f"{source} at /")
 
 
 def test_paths_on_one_file_system_have_its_free_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import shutil
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -178,8 +179,8 @@ class Mount:
 
     Attributes:
         file_system: its type, such as "ext4".
-        device: number of the block device, "major:minor".
-        drive: name of the block device in /sys/block, None where there is none (tmpfs, network, overlay).
+        device: number of the block device, "major:minor"; where there is none, what was mounted, and where.
+        drive: name of the block device in /sys/block, None where there is none (tmpfs, network, overlay, zfs).
         model: what the drive calls itself.
         rotational: a spinning disk; None when not known.
     """
@@ -213,7 +214,7 @@ def mount_of(path: str | Path, mountinfo: str | None = None, sys_block: Path = P
         point = Path(fields[4].replace("\\040", " "))
         if (point == resolved or point in resolved.parents) and len(point.parts) >= longest:
             longest = len(point.parts)
-            best = Mount(kind[0], fields[2])
+            best = Mount(kind[0], _device(fields[2], kind[1] if len(kind) > 1 else "", point))
     if best is None:
         return None
     with contextlib.suppress(OSError):
@@ -228,6 +229,21 @@ def mount_of(path: str | Path, mountinfo: str | None = None, sys_block: Path = P
             rotational=None if rotational is None else rotational == 1,
         )
     return best
+
+
+def _device(number: str, source: str, point: Path) -> str:
+    """Return what tells a mounted device from others after the next boot, too.
+
+    Numbers 0:N are given out anew at each mount. Of btrfs, the source has a number that stays.
+    """
+    if not number.startswith("0:"):
+        return number
+    if source.startswith("/dev/"):
+        with contextlib.suppress(OSError):
+            info = os.stat(source)
+            if stat.S_ISBLK(info.st_mode):
+                return f"{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}"
+    return f"{source} at {point}"
 
 
 def free_space(path: str | Path) -> int:
