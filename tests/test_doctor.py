@@ -70,6 +70,12 @@ def test_a_good_machine_has_no_findings() -> None:
     assert {finding.subject for finding in findings} == {*doctor.CHECKS, "path /nvme"} - others
 
 
+def test_a_lock_limit_is_enough_for_all_memory_of_the_container() -> None:
+    """An engine registers all of its host memory at once."""
+    facts = dataclasses.replace(GOOD, lockable_bytes=16 * GIB, container_bytes=16 * GIB)
+    assert [finding.subject for finding in bad(facts)] == ["memory"]
+
+
 @pytest.mark.parametrize(
     ("change", "subject", "level", "words"),
     [
@@ -101,6 +107,7 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"numa_nodes": 2}, "numa", Level.WARNING, "numactl"),
         ({"huge_pages": "never"}, "huge pages", Level.WARNING, "madvise"),
         ({"lockable_bytes": 8 << 20}, "locked memory", Level.WARNING, "ulimit -l"),
+        ({"lockable_bytes": 8 * GIB}, "locked memory", Level.WARNING, "more than that is not registered"),
         ({"page_lock_refusal": "error 2"}, "page-locking", Level.WARNING, "ulimit -l"),
         ({"update_refusal": "no libnvrtc"}, "updates", Level.WARNING, "NVRTC"),
         ({"open_files": 64}, "open files", Level.WARNING, "ulimit -n"),
@@ -295,13 +302,6 @@ def test_mount_of_takes_the_deepest_and_the_last(tmp_path: Path) -> None:
     assert machine.mount_of(inside, "") is None
 
 
-def test_numa_nodes(tmp_path: Path) -> None:
-    for name in ("node0", "node1", "nodes", "node_x"):
-        (tmp_path / name).mkdir()
-    assert machine.numa_nodes(tmp_path) == 2
-    assert machine.numa_nodes(tmp_path / "missing") == 1
-
-
 def test_a_drive_has_the_same_name_after_each_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where mountinfo has a number 0:N, which the next boot gives to another one."""
     partition = tmp_path / "nvme0n1" / "nvme0n1p2"
@@ -326,6 +326,13 @@ def test_a_drive_has_the_same_name_after_each_boot(tmp_path: Path, monkeypatch: 
     for kind in ("btrfs /dev/hidden", "zfs pool/data", "overlay overlay", "nfs4 host:/data", "fuse /dev/fuse"):
         name, source = kind.split()
         assert found("0:44", kind) == found("0:45", kind) == machine.Mount(name, f"{source} at /")
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    for name in ("node0", "node1", "nodes", "node_x"):
+        (tmp_path / name).mkdir()
+    assert machine.numa_nodes(tmp_path) == 2
+    assert machine.numa_nodes(tmp_path / "missing") == 1
 
 
 def test_paths_on_one_file_system_have_its_free_bytes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ LEAST_KERNEL = (5, 10)
 LEAST_TORCH = (2, 7)
 LEAST_TRANSFORMERS = (4, 56)
 LEAST_PYTHON = (3, 10)
-LEAST_LOCKABLE_BYTES = 64 << 20  # what registered buffers are worth having for
 PAGE_LOCK_PROBE_BYTES = 256 << 20
 LEAST_MEMORY_BYTES = 4 * GIB
 LEAST_FREE_BYTES = 10 * GIB
@@ -420,10 +419,12 @@ def _lock_limit(facts: Facts) -> Verdicts:
     if facts.lockable_bytes is None:
         return _ok("no limit")
     text = f"limit {format_bytes(facts.lockable_bytes)}"
-    if facts.lockable_bytes >= LEAST_LOCKABLE_BYTES:
+    known = [size for size in (facts.memory_bytes, facts.container_bytes) if size is not None]
+    if known and facts.lockable_bytes >= min(known):
         return _ok(text)
     remedy = "raise it: ulimit -l unlimited, or memlock in /etc/security/limits.conf (container: --ulimit memlock=-1)"
-    return _warning(f"{text}: buffers cannot be registered with io_uring (twice the processor time)", remedy)
+    text += ": host memory of more than that is not registered with io_uring (twice the processor time)"
+    return _warning(text, remedy)
 
 
 def _open_files(facts: Facts) -> Verdicts:

@@ -240,7 +240,7 @@ class Aio:
         otherwise.
 
         Returns:
-            False when refused (thread engine, old kernel, lock limit): everything works without.
+            False when refused (thread engine, old kernel or liburing, lock limit): everything works without.
         """
         with _as_swap_error():
             return self._engine.register_buffer(address, length)

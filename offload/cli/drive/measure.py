@@ -288,7 +288,10 @@ def open_engine(settings: Settings, place: Workspace, *, registered: bool) -> It
         for file in place.files:
             aio.register_file(file.fd, file.directory)
         if registered and not aio.register_buffer(place.base_address, place.memory_bytes):
-            raise ContenderError(f"the kernel refuses to register {short_bytes(place.memory_bytes)} (ulimit -l)")
+            raise ContenderError(
+                f"{short_bytes(place.memory_bytes)} cannot be registered (ulimit -l is too low, Linux is older than "
+                "5.19, or the build had liburing before 2.2)"
+            )
         yield aio
 
 
