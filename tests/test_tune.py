@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from offload.cli import main as cli
 from offload.cli.drive.measure import (
     MIB,
     ContenderError,
+    Ours,
     Pattern,
     Sample,
     Settings,
@@ -27,9 +29,11 @@ from offload.cli.drive.results import Options, PathReport, Report, Row, Swept, e
 from offload.cli.drive.tune import (
     Fresh,
     Peers,
+    _together,
     charge,
     interleave,
     keep_suggestions,
+    spare_memory,
     suggest,
     sweep_settings,
     tune,
@@ -277,6 +281,53 @@ def test_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     report = tune(Options(paths=(tmp_path,), smoke=True), lambda *_: None)
     assert "forbidden here" in report_text(report)
     assert {row.contender for row in report.paths[0].rows} == {"threads"}
+    monkeypatch.setattr(known, "device_of", lambda path: "A (1:0)")
+    assert keep_suggestions(report) is not None
+    assert known.store_options([tmp_path])["engine"] == "auto"  # io_uring, as soon as it works
+
+
+def test_threads_that_were_better_than_io_uring_are_insisted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "device_of", lambda path: "A (1:0)")
+    one = PathReport(tmp_path, MIB, MIB, FACTS)
+    one.sweep = [Swept(Settings(), 1.0, 1.0, 0.0), Swept(Settings(engine="threads", threads=8), 2.0, 2.0, 0.0)]
+    one.suggested = suggest(one.sweep)
+    keep_suggestions(Report(Options(paths=(tmp_path,)), machine.describe(), None, [one]))
+    options = known.store_options([tmp_path])
+    assert (options["engine"], options["threads"]) == ("threads", 8)
+
+
+@pytest.mark.parametrize("known_of", [2, 1])
+def test_paths_together_are_measured_as_a_store_stripes_them(
+    known_of: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the fastest one's settings, and shares by speed; a store has the defaults where one is not known."""
+    engine = engines_available()[0]
+    used: list[tuple[Settings, tuple[float, ...], int]] = []
+
+    def run(self: Ours, workload: Workload, place: Workspace) -> Sample:
+        used.append((self.settings, self.weights, len(place.files)))
+        return Sample(MIB, 1.0, 0.0)
+
+    monkeypatch.setattr(Ours, "run", run)
+    options = Options(paths=(tmp_path, tmp_path), smoke=True)
+    alone = [PathReport(tmp_path, 32 * MIB, 16 * MIB, FACTS) for _ in options.paths]
+    fast, slow = Settings(engine=engine, queue_depth=8), Settings(engine=engine, queue_depth=16)
+    for one, settings, speed in zip(alone[:known_of], (slow, fast), (1.0, 3.0), strict=False):
+        one.sweep, one.suggested = [Swept(settings, speed, speed, 0.0)], settings
+    report = _together(options, 64 * MIB, alone, lambda *_: None).report
+    both, weights = (fast, (1.0, 3.0)) if known_of == 2 else (Settings(engine=engine), ())
+    case = [(both, weights, 2), (both, (), 1), (both, (), 1)]
+    assert used[1:] == case * 2  # behind the filling
+    assert [row.contender for row in report.rows[:2]] == [str(both), f"{tmp_path} alone"]
+
+
+def test_the_sweep_takes_memory_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
+    for free, taken in ((8 * GIB, GIB), (GIB // 2, 128 * MIB)):  # an eighth, but what one queue needs
+        monkeypatch.setattr(machine, "cgroup_memory_free", lambda free=free: free)
+        assert spare_memory() == taken
 
 
 def test_peers_take_part_in_their_cases_and_are_made_anew_for_every_path(tmp_path: Path) -> None:

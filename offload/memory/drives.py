@@ -19,7 +19,7 @@ from offload.memory.machine import mount_of
 
 logger = logging.getLogger(__name__)
 
-_ENGINES = ("io_uring", "threads")
+_ENGINES = ("io_uring", "threads", "auto")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Measured:
     """Settings that served a drive best, and what they gave.
 
     Attributes:
-        engine: "io_uring" or "threads".
+        engine: "io_uring" or "threads"; "auto" where there was no io_uring to compare threads with.
         queue_depth: requests given to the kernel at a time.
         block_bytes: largest request.
         threads: workers of the thread engine.

@@ -205,6 +205,11 @@ class PathReport:
     wear: Wear | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def best(self) -> Swept | None:
+        """What the suggested settings gave; None without a sweep."""
+        return next((swept for swept in self.sweep if swept.settings == self.suggested), None)
+
     def row(self, case: str, contender: str) -> Row | None:
         """Return the row, if it was measured."""
         return next((row for row in self.rows if (row.case, row.contender) == (case, contender)), None)

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from offload.cli.drive.measure import (
     Contender,
     ContenderError,
@@ -206,13 +204,18 @@ def suggest(sweep: Sequence[Swept]) -> Settings | None:
 
 
 def keep_suggestions(report: Report) -> Path | None:
-    """Keep each drive's suggested settings for the engine; returns the file, None where there is nothing to keep."""
+    """Keep each drive's suggested settings for the engine; returns the file, None where there is nothing to keep.
+
+    Threads that had no io_uring beside them were not chosen: an engine takes it as soon as it works here.
+    """
     file = None
     for one in report.paths:
-        found = next((swept for swept in one.sweep if swept.settings == one.suggested), None)
+        found = one.best
         if one.path is not None and found is not None:
+            chosen = any(swept.settings.engine == "io_uring" for swept in one.sweep)
+            settings = found.settings if chosen else dataclasses.replace(found.settings, engine="auto")
             measured = drives.Measured(
-                **dataclasses.asdict(found.settings),
+                **dataclasses.asdict(settings),
                 read_gb_s=found.read_gb_s,
                 write_gb_s=found.write_gb_s,
                 date=datetime.date.today().isoformat(),
@@ -417,8 +420,7 @@ def charge(options: Options, reports: Sequence[PathReport]) -> None:
     """
     if options.bytes_per_step is None:
         return
-    found = [next((swept for swept in one.sweep if swept.settings == one.suggested), None) for one in reports]
-    speeds = [one.score for one in found if one is not None]
+    speeds = [one.best.score for one in reports if one.best is not None]
     if len(speeds) < len(reports):
         speeds = [1.0] * len(reports)
     devices = [path.stat().st_dev for path in options.paths]
@@ -438,23 +440,29 @@ def _small_sizes(options: Options, sample_bytes: int) -> list[tuple[int, int]]:
 
 
 def _together(options: Options, size: int, alone: Sequence[PathReport], progress: Progress) -> Run:
-    """Measure one engine over all paths at once, in proportion to their speed, against each of them alone."""
-    engine = engines_available()[0]
+    """Measure one engine over all paths at once, as a store that knows them stripes, against each of them alone.
+
+    The fastest path's settings hold for all, shares are in proportion to speed; see
+    :func:`offload.memory.drives.store_options`.
+    """
     paths = options.paths
     size = size // len(paths) // MIB * MIB * len(paths)  # paths may share a drive
-    ours = Ours(Settings(engine=engine), label=engine)
+    found = [one.best for one in alone if one.best is not None]
+    ours = Ours(Settings(engine=engines_available()[0]))
+    if len(found) == len(paths):
+        best = max(found, key=lambda swept: swept.score)
+        ours = Ours(best.settings, weights=tuple(swept.score for swept in found))
     with Workspace(paths, size, Settings().footprint_bytes) as place:
         total = PathReport(None, place.size_bytes, min(report.sample_bytes for report in alone), {"paths": len(paths)})
         run = Run(total, place, options, progress)
         run.expect(2 + 2 * run.rounds * (1 + len(paths)))
         run.step("filling the files")
         run.fill()
-        singles = [_Alone(ours, index, f"{engine}, {path} alone") for index, path in enumerate(paths)]
+        single = dataclasses.replace(ours, weights=())
+        singles = [_Alone(single, index, f"{path} alone") for index, path in enumerate(paths)]
         for pattern in (Pattern.READ, Pattern.WRITE):
             workload = Workload(pattern=pattern, total_bytes=total.sample_bytes, object_bytes=OBJECT_BYTES)
-            speeds = [row.bandwidth_gb_s for one in alone if (row := one.row(pattern.value, engine)) is not None]
-            weights = tuple(speeds) if len(speeds) == len(paths) else ()  # as a store that knows them stripes
-            run.case(pattern.value, [dataclasses.replace(ours, weights=weights), *singles], workload, None)
+            run.case(pattern.value, [ours, *singles], workload, None)
         if share_a_drive(paths):
             total.note("some paths are on the same file system: together they cannot be faster than alone")
     return run
@@ -466,8 +474,10 @@ def share_a_drive(paths: Sequence[Path]) -> bool:
 
 
 def spare_memory() -> int:
-    """An eighth of the available memory, at least what one queue needs."""
-    return max(Settings().footprint_bytes, int(psutil.virtual_memory().available) // 8)
+    """An eighth of the memory that is free, in the container where there is one; at least what one queue needs."""
+    from offload.memory.limits import free_host_bytes
+
+    return max(Settings().footprint_bytes, free_host_bytes() // 8)
 
 
 def _facts_of(path: Path, place: Workspace) -> dict[str, Any]:
