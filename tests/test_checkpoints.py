@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy
 import pytest
 import torch
@@ -292,3 +293,26 @@ def test_other_optimizers(name: str, dtype: torch.dtype, tmp_path: Path) -> None
     roomy = {"max_memory": {"device": "64MiB", "cpu": "64MiB", "nvme": "256MiB"}}
     first = {**tight(net(), directory(tmp_path, "swap")), **roomy}
     saved_and_resumed(first, everything_on_device(), tmp_path / "saved", at=3, end=5, dtype=dtype, optimizer=make)
+
+
+AT_EXIT = """
+import concurrent.futures.thread, sys
+import torch
+from offload import AdamW, Engine
+engine = Engine(torch.nn.Linear(64, 64), AdamW(), device="cpu", max_memory={"device": "64MiB", "cpu": "64MiB"})
+engine.backward(engine(torch.ones(2, 64)).sum())
+engine.step()
+concurrent.futures.thread._python_exit()  # what Python does before it calls what is registered with atexit
+saved = engine.digests()
+engine.save_checkpoint(sys.argv[1])
+engine.apply(lambda name, parameter: parameter.zero_())
+assert engine.digests() != saved
+engine.load_checkpoint(sys.argv[1])
+assert engine.digests() == saved
+"""
+
+
+def test_saves_and_loads_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """Executors take no more work then."""
+    done = forked.run(AT_EXIT, str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]

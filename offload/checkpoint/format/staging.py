@@ -69,18 +69,16 @@ class Staging:
             self._free.append(address)
 
     def step_back(self) -> None:
-        """Let what is moved from now on be what nobody waits for; who moves it takes the checksums, too.
-
-        An executor takes no more work once the interpreter ends, which waits for threads that still have some.
-        """
+        """Let what is moved from now on be what nobody waits for; who moves it takes the checksums, too."""
         self.priority = Priority.BACKGROUND
 
     def in_turn(self, work: Callable[[], None]) -> Future[None]:
         """Have the thread do `work` behind what it was given before."""
-        if self.priority is Priority.BACKGROUND:
-            work()
-            return _nothing()
-        return self._thread.submit(work)
+        if self.priority is not Priority.BACKGROUND:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: the thread has ended with all its work
+                return self._thread.submit(work)
+        work()
+        return _nothing()
 
     def land(self) -> None:
         """Wait until nothing is in flight; raise the first error."""
