@@ -300,6 +300,13 @@ class Config:
             return ()
         return (Path(given),) if isinstance(given, (str, Path)) else tuple(Path(path) for path in given)
 
+    def absolute(self) -> Config:
+        """Return the same options, whose NVMe directories stay where they are if the working directory changes."""
+        paths = tuple(path.absolute() for path in self.paths())
+        if self.run_dir is None:
+            return dataclasses.replace(self, nvme_path=paths or None)
+        return dataclasses.replace(self, run_dir=paths)
+
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
         """Make a Config from another one, a dict or a JSON file, with keyword options on top.

@@ -142,7 +142,7 @@ class Engine(EngineTensors, EngineRuns):
                         refusals.refuse_reference(model, reference)
                         reference.requires_grad_(False)
                     self.module, self.reference = model, reference
-                    self.config = run_of_rank(Config.load(config, **options), ranks)
+                    self.config = run_of_rank(Config.load(config, **options).absolute(), ranks)
                     self._durable = self._begin_run(optimizer)
                     passes = PassCalls(self._pass_begins, self._passed)
                     optimizing = Calls(self._step_now, self.zero_grad, self._deferral)

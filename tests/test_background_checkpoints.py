@@ -184,6 +184,18 @@ def test_a_durable_run_commits_meanwhile(gate: Gate, tmp_path: Path) -> None:
         assert engine.resumed is not None and engine.resumed.step == 5
 
 
+def test_the_working_directory_changes_meanwhile(
+    engine: Engine, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gate.close()
+    pending = begin(engine, Path("saved"))
+    monkeypatch.chdir(directory(tmp_path, "other"))
+    gate.open()
+    assert pending.wait(60) == tmp_path / "saved" / pending.path.name
+    assert folders.Folder(tmp_path / "saved").tags() == [pending.path.name] and not list(Path().iterdir())
+
+
 # --- room -------------------------------------------------------------------------------------------------------------
 
 

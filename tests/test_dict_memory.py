@@ -66,6 +66,21 @@ def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found | {f"master.{number}": value for number, value in state.get("masters", {}).items()}
 
 
+def test_the_working_directory_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made later lies where the engine was told: state dicts, and what a sleeping engine has."""
+    swap, other = tmp_path / "swap", tmp_path / "other"
+    swap.mkdir()
+    other.mkdir()
+    monkeypatch.chdir(tmp_path)
+    with trained(Path("swap"), TIGHT) as engine:
+        monkeypatch.chdir(other)
+        state = engine.state_dict()
+        assert mappings(swap)
+        engine.sleep(host=True)
+        engine.wake()
+        assert_same_tensors(engine.state_dict(), state)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("single_torch_thread")
 def test_round_trip_on_the_drive(dtype: torch.dtype, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class RunFiles:
         """
         self._paths = config.paths()
         self.path = self._paths[0]
-        self._file = self.path.absolute() / FILE_NAME  # whoever changes the working directory
+        self._file = self.path / FILE_NAME
         for path in self._paths:
             try:
                 path.mkdir(parents=True, exist_ok=True)

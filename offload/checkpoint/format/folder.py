@@ -41,7 +41,7 @@ class Folder:
     """One directory of checkpoints."""
 
     def __init__(self, directory: str | Path) -> None:
-        self.path = Path(directory)
+        self.path = Path(directory).absolute()  # whoever changes the working directory
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ class Folder:
         if (self.path / FILE_NAME).is_file():
             raise CheckpointError(
                 f"checkpoint directory {self.path}: is a checkpoint itself, as its {FILE_NAME} says, and would be "
-                f"loaded in the place of those in it; name the directory that it is in, {self.path.absolute().parent}"
+                f"loaded in the place of those in it; name the directory that it is in, {self.path.parent}"
             )
         with contextlib.ExitStack() as last:
             try:
