@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
+import os
 import threading
 import types
 from pathlib import Path
@@ -257,6 +259,24 @@ def is_mapped(address: int) -> bool:
     with open("/proc/self/maps") as maps:
         ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
     return any(begin <= address < end for begin, end in ranges)
+
+
+def test_a_forked_child_that_collects_an_arena_keeps_its_own_memory() -> None:
+    """The arena is not there, and what the child maps may lie in its place."""
+    arena = HostArena(Tier.HOST, PAGE)
+    fixed, map_at = 0x10, ctypes.CDLL(None).mmap
+    map_at.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    child = os.fork()
+    if child == 0:
+        start, stays = arena._start, False
+        try:
+            map_at(start, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed, -1, 0)
+            del arena
+            stays = is_mapped(start)
+        finally:
+            os._exit(not stays)
+    assert os.waitpid(child, 0)[1] == 0
+    arena.close()
 
 
 def test_storages_view_the_arena_and_count_their_users() -> None:

@@ -11,6 +11,8 @@ import dataclasses
 import itertools
 import logging
 import mmap
+import os
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -150,6 +152,7 @@ class HostArena(Arena):
                     f'map them ({error}); lower max_memory["{tier.value}"], or raise what a process may map '
                     "(ulimit -v, vm.overcommit_memory)"
                 ) from error
+            _mappings.add(self._mapping)
             for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
                 if hasattr(mmap, advice):
                     try:
@@ -176,12 +179,28 @@ class HostArena(Arena):
     def close(self, busy: Sequence[Callable[[], bool]] = (), *, written: bool = False) -> None:
         """Unmap it, as :meth:`Arena.close` says."""
         if written and self._mapping is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapping))  # not even at the process's end
+            _keep_for_good(self._mapping)
             if not busy:
                 self.release()
         super().close(busy, written=written)
         self._mapping = None
 
+
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()  # of arenas
+
+
+def _keep_for_good(mapping: mmap.mmap) -> None:
+    """Never unmap it, not even at the process's end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
+
+
+def _keep_in_child() -> None:
+    """Leave the addresses of a parent's arenas alone in a forked child: it has nothing there, or memory of its own."""
+    for mapping in list(_mappings):
+        _keep_for_good(mapping)
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 # Memory of closed arenas that tensors of the user still point into; looked at when arenas are made and closed, in any
 # thread.
