@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ logger = logging.getLogger(__name__)
 _LATE = "the client_state that was assigned meanwhile"
 
 _LARGEST_STEP = 1 << 53  # of which a chart tells the next one
+
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine(EngineTensors, EngineRuns):
@@ -173,6 +177,7 @@ class Engine(EngineTensors, EngineRuns):
                 self._step = parts.steps.step
                 is_made = True
                 self._resumed = self._take_up(state, begin)
+                _engines.add(self)
         except BaseException:  # Ctrl-C, perhaps, that came meanwhile
             if is_made:
                 self._close(restore=None, commit=False)
@@ -470,6 +475,20 @@ class Engine(EngineTensors, EngineRuns):
         self._sleeping.wake()
 
     # --- closing ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def of(model: nn.Module) -> Engine | None:
+        """Return the open engine that has parameters of a model; None where none has.
+
+        A model keeps its engine, also if no variable has it any more: after an error in a notebook, for one. Close it
+        before the model gets a new one, or go on with it.
+
+        Args:
+            model: any module.
+        """
+        parameters = list(model.parameters())
+        engines = (engine for engine in list(_engines) if not engine._life.closed)
+        return next((e for e in engines if any(map(e._parts.hooks.binding.places_of, parameters))), None)
 
     def close(self, *, restore: bool | None = None) -> None:
         """Free all tiers; idempotent.

@@ -312,7 +312,8 @@ def test_a_parameter_of_two_engines(place: str, tmp_path: Path) -> None:
     refused = pytest.raises(
         offload.StateError,
         match=r"^parameter trunk\.weight: expected one that no other engine has but got trunk\.weight of the engine on "
-        r"Half; wrap one module that contains both, or close that engine first; closing frees",
+        r"Half; wrap one module that contains both, or close that engine first, which offload\.Engine\.of\(model\) "
+        r"returns; closing frees",
     )
     before = {name: value.clone() for name, value in two.own.state_dict().items()}
     wanted = options(two)

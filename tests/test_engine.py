@@ -1368,6 +1368,33 @@ def test_an_engine_lives_as_long_as_its_model(tmp_path: Path) -> None:
     assert torch.equal(model(batch(0)), plain(batch(0)))
 
 
+def test_an_engine_without_a_variable_is_found_by_its_model() -> None:
+    """What the refusal of a second engine says leads to one that goes on."""
+    model, tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    tied.weight = model[1].weight
+
+    def cell() -> None:
+        engine = Engine(model, AdamW(), **everything_on_device())
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        cell()
+    for other in (model, nn.Sequential(model), model[1], tied):
+        with pytest.raises(offload.StateError, match=r"offload\.Engine\.of\(model\)"):
+            Engine(other, AdamW(), **everything_on_device())
+        assert Engine.of(other) is Engine.of(model)
+    engine = Engine.of(model)
+    assert engine is not None and engine.module is model and Engine.of(nn.Linear(2, 2)) is None
+    states = engine.optimizer.state_dict()
+    engine.close()
+    assert Engine.of(model) is None
+    with Engine(model, AdamW(), **everything_on_device()) as again:
+        assert Engine.of(model) is again
+        again.optimizer.load_state_dict(states)
+
+
 def test_config_from_dict_file_and_keywords(tmp_path: Path) -> None:
     model = net()
     values = {key: str(value) if isinstance(value, Path) else value for key, value in tight(model, tmp_path).items()}

@@ -60,7 +60,8 @@ def refuse_taken(model: nn.Module, tree: UnitTree) -> None:
     taken = [tree.module_names[m] or "model" for m in tree.leases if m in _managed]
     if taken:
         raise StateError(
-            f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}); {NEW_ENGINE}"
+            f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}), which "
+            f"offload.Engine.of(model) returns; {NEW_ENGINE}"
         )
     refusals.refuse_shared(tree, owner_of)
     refusals.refuse_used(tree, is_lost)

@@ -291,7 +291,8 @@ def refuse_shared(tree: UnitTree, owner_of: Callable[[nn.Parameter], str | None]
             if owner is not None:
                 raise StateError(
                     f"parameter {slot.name}: expected one that no other engine has but got {owner}; wrap one "
-                    f"module that contains both, or close that engine first; {SAVE_FIRST}"
+                    "module that contains both, or close that engine first, which offload.Engine.of(model) returns; "
+                    f"{SAVE_FIRST}"
                 )
 
 
