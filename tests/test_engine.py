@@ -173,6 +173,25 @@ def test_evaluation_engine_of_a_trainable_model_refuses_backward(tmp_path: Path)
             engine.backward(loss)
 
 
+def test_evaluation_engine_keeps_no_gradients(tmp_path: Path) -> None:
+    """Nobody counts nor moves them. What the refusal names gives those of inputs, as without an engine."""
+    model = net().eval()
+    x = batch(0).requires_grad_()
+    (truth,) = torch.autograd.grad(model(x).sum(), x)
+    with Engine(model, **tight(model, tmp_path)) as engine:
+        with pytest.raises(offload.StateError, match=r"gradient of \S+: this engine only evaluates"):
+            engine(x).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert torch.equal(torch.autograd.grad(engine(x).sum(), x)[0], truth)
+        model.requires_grad_(False)
+        x.grad = None
+        engine(x).sum().backward()
+        assert torch.equal(x.grad, truth)
+        model.requires_grad_(True)
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_lora_through_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 

@@ -83,10 +83,10 @@ class GradientHooks:
         self._registered: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Register a hook behind each parameter that is trained."""
+        """Register a hook behind each parameter that is trained, or that gets a gradient which nobody takes."""
         for unit, parameters in zip(self._units, self._binding.tree.parameters, strict=True):
-            if unit.trainable:
-                for slot, parameter in enumerate(parameters):
+            for slot, parameter in enumerate(parameters):
+                if unit.trainable or parameter.requires_grad:
                     hook = self._hook(unit.index, slot)
                     self._registered.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -105,10 +105,20 @@ class GradientHooks:
             self = reference()
             if self is None:  # collected with its engine, and could not remove this; somebody else has the parameter
                 return
+            take = self._take if self._units[unit].trainable else self._refuse
             with no_subclasses():
-                self._calls.deferral.around(self._take, parameter, unit, slot)
+                self._calls.deferral.around(take, parameter, unit, slot)
 
         return hook
+
+    def _refuse(self, parameter: torch.Tensor, unit: int, slot: int) -> None:
+        """Refuse what would stay on the device, beside what the budget counts."""
+        parameter.grad = None
+        raise StateError(
+            f"gradient of {self._units[unit].slots[slot].name}: this engine only evaluates; call "
+            "model.requires_grad_(False), take torch.autograd.grad(loss, inputs), or pass "
+            "optimizer=offload.AdamW(...) to train"
+        )
 
     def _take(self, parameter: torch.Tensor, unit: int, slot: int) -> None:
         """Hand on what autograd has made, and leave a handle."""
