@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -413,10 +414,57 @@ def test_adapters_that_nobody_merges_into_quantized_weights_are_refused(tuner: s
             offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize="bfloat16")
 
 
-def test_weights_of_other_quantizers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dequantize", [None, "bfloat16"])
+def test_weights_of_other_quantizers_are_refused(dequantize: Any, tmp_path: Path) -> None:
     """Known by the configuration alone: their layers have no parameters."""
     model = build("lora")
     model.base_model.model.config.quantization_config = {"quant_method": "gptq"}
     with Engine(model, AdamW(), **everything_on_device()) as engine:
-        with pytest.raises(ConfigError, match=r"^dequantize: expected weights that bitsandbytes or torchao has"):
-            offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize="bfloat16")
+        with pytest.raises(ConfigError, match=r"^merge_and_save: expected ordinary weights, or those of bitsandbytes"):
+            offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize=dequantize)
+    assert not (tmp_path / "ours").exists()
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+
+
+def load_fp8(folder: Path, kind: str) -> Any:
+    """Return a model whose files have weights of 8 bits, which transformers dequantizes where no GPU knows these."""
+    if not folder.exists():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 128, "moe_intermediate_size": 128}
+        sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 2}
+        config = getattr(transformers, f"{kind}Config")(**sizes, head_dim=64)
+        getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(folder)
+        whole = saved(folder)
+        for name in [name for name in whole if name.endswith("proj.weight")]:
+            scale = whole[name].abs().max().float() / 448  # one block of 128 x 128, or two alike
+            whole[name] = (whole[name] / scale).to(torch.float8_e4m3fn)
+            whole[f"{name}_scale_inv"] = scale.expand([size // 128 for size in whole[name].shape]).contiguous()
+        safetensors.save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, "quantization_config": FP8}))
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Qwen3Moe"])
+def test_weights_that_were_dequantized_while_they_were_read(kind: str, tmp_path: Path) -> None:
+    """They are saved as they are then, with the names of the files: transformers would quantize them again."""
+    pytest.importorskip("transformers.core_model_loading")
+    plain = load_fp8(tmp_path / "base", kind)
+    if getattr(plain.config, "quantization_config", None) is not None:
+        pytest.skip("a GPU here computes with weights of 8 bits")
+    names = {name for name in saved(tmp_path / "base") if not name.endswith("_scale_inv")}
+    with Engine(plain, None, **everything_on_device()) as engine:
+        engine.save_pretrained(tmp_path / "ours")
+    assert saved(tmp_path / "ours").keys() == names and {v.dtype for v in saved(tmp_path / "ours").values()} == {
+        torch.bfloat16
+    }
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    assert_same_tensors(dict(loaded.state_dict()), dict(plain.state_dict()))
+    truth = with_adapters(load_fp8(tmp_path / "base", kind), "lora").merge_and_unload()
+    with Engine(with_adapters(load_fp8(tmp_path / "base", kind), "lora"), None, **everything_on_device()) as engine:
+        offload.peft.merge_and_save(engine, tmp_path / "merged")
+    assert saved(tmp_path / "merged").keys() == names
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert_same_tensors(dict(loaded.state_dict()), dict(truth.state_dict()))

@@ -22,7 +22,7 @@ from offload.activations.tiling import join_tiles, split_tiles
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.beside import extra_key, taking_extra
 from offload.checkpoint.dict_memory import DictMemory
-from offload.checkpoint.unread_state import SHARD_BYTES, deferred_state, in_one_form, warn_of_shard
+from offload.checkpoint.unread_state import SHARD_BYTES, deferred_state, in_one_form, warn_of_shard, without_quantizer
 from offload.classes import is_a
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Tier
@@ -128,7 +128,8 @@ class ModuleTensors:
             return state if adapts else join_tiles(self._module, state)  # PEFT looks for adapters where they are
 
         if not known or not kwargs.get("safe_serialization", True):
-            save(directory, state_dict=joined(self.state_dict()), **kwargs)
+            with without_quantizer(self._module):
+                save(directory, state_dict=joined(self.state_dict()), **kwargs)
             return
         if is_a(self._module, "transformers", "PreTrainedModel"):  # adapters are small
             takes = inspect.signature(save).parameters.values()  # a class may have a method of its own
@@ -136,7 +137,7 @@ class ModuleTensors:
                 kwargs.setdefault("max_shard_size", SHARD_BYTES)
             total = sum(unit.param_bytes for unit in without_reference(self._tree.units))
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
-        with in_one_form(directory):
+        with in_one_form(directory), without_quantizer(self._module):
             save(directory, state_dict=joined(self.deferred_state(self._module)), **kwargs)
 
     def deferred_state(self, module: nn.Module) -> dict[str, Any]:

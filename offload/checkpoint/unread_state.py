@@ -69,6 +69,38 @@ def in_one_form(directory: str | Path) -> Iterator[None]:
         single.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def without_quantizer(model: Any) -> Iterator[None]:
+    """Let a model of transformers be saved as the ordinary one that it is, whatever its files were.
+
+    Saving does backwards what reading did: weights that were dequantized would be quantized, and nothing would say so.
+    """
+    found = vars(model).get("_weight_conversions")
+    if not found or getattr(model.config, "quantization_config", None) is not None:
+        yield
+        return
+    kept = list(found)
+    found[:] = [ordinary for each in kept for ordinary in _ordinary(each)]
+    try:
+        yield
+    finally:
+        found[:] = kept
+
+
+def _ordinary(conversion: Any) -> list[Any]:
+    """Return what a conversion is without its quantizer's part in it: itself, what the model's own is, or none."""
+    operations = getattr(conversion, "operations", ())
+    others = [one for one in operations if not hasattr(one, "hf_quantizer")]
+    if len(others) == len(operations):
+        return [conversion]
+    names = next(getattr(one.hf_quantizer, "serialized_names", {}) for one in operations if one not in others)
+    scales = {name for weight, stored in names.items() for name in stored if name != weight}
+    sources = [one for one in conversion._original_source_patterns if one.rpartition(".")[2] not in scales]
+    if not others or not scales:  # of all weights; or nobody knows which sources are scales
+        return []
+    return [conversion.copy(sources, conversion._original_target_patterns, operations=others)]
+
+
 def _identity(path: Path) -> tuple[int, ...] | None:
     """Return what changes if a file is written; None where there is none."""
     with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.checkpoint.unread_state import without_quantizer
 from offload.classes import is_a, package_of
 from offload.wrappers import is_wrapper
 
@@ -100,21 +101,13 @@ def saved_as_ordinary(base: Any) -> Iterator[None]:
     """Let a model of transformers be saved without a word of what has quantized it."""
     names = (
         (base, "hf_quantizer"),
-        (base, "_weight_conversions"),
         (base.config, "quantization_config"),
         (base.config, "_pre_quantization_dtype"),  # of transformers 4
     )
     kept = [(owner, name, vars(owner).pop(name)) for owner, name in names if name in vars(owner)]
-    for owner, name, value in kept:
-        if name == "_weight_conversions":  # those of a quantizer read its files
-            others = [one for one in value if not any(map(_is_of_quantizer, getattr(one, "operations", ())))]
-            setattr(owner, name, others)
     try:
-        yield
+        with without_quantizer(base):
+            yield
     finally:
         for owner, name, value in kept:
             setattr(owner, name, value)
-
-
-def _is_of_quantizer(operation: object) -> bool:
-    return hasattr(operation, "hf_quantizer")

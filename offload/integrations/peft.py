@@ -82,8 +82,7 @@ def merge_and_save(
     state = _merged_state(engine, base, _Merge(adapter_names, safe_merge, dtype))
     total_bytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
     warn_of_shard(max_shard_size, total_bytes, engine.plan.request.budgets[Tier.HOST])
-    ordinary = contextlib.nullcontext() if dtype is None else saved_as_ordinary(base)
-    with in_one_form(directory), _as_untied(base, state), ordinary:
+    with in_one_form(directory), _as_untied(base, state), saved_as_ordinary(base):
         base.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size, **kwargs)
 
 
@@ -119,6 +118,11 @@ def _dtype(name: DtypeName | None) -> torch.dtype | None:
 def _refuse_quantized(base: Any, dtype: torch.dtype | None) -> None:
     """Refuse quantized weights, unless they are to be saved in a floating dtype and their adapters can be merged."""
     names = [name for name, parameter in base.named_parameters() if is_quantized(parameter)]
+    if not names and getattr(base.config, "quantization_config", None) is not None:
+        raise ConfigError(
+            "merge_and_save: expected ordinary weights, or those of bitsandbytes or torchao, but the model has a "
+            f"quantization_config and none of them; {LOAD_PLAIN}"
+        )
     if dtype is None:
         for name in names[:1]:
             raise ConfigError(
@@ -127,11 +131,6 @@ def _refuse_quantized(base: Any, dtype: torch.dtype | None) -> None:
                 f"elements in that dtype, or {LOAD_PLAIN}"
             )
         return
-    if not names and getattr(base.config, "quantization_config", None) is not None:
-        raise ConfigError(
-            "dequantize: expected weights that bitsandbytes or torchao has quantized but the model has a "
-            f"quantization_config and none of them; {LOAD_PLAIN}"
-        )
     adapted: list[tuple[str, Any]] = [pair for pair in base.named_modules() if isinstance(pair[1], BaseTunerLayer)]
     for path, layer in adapted:
         if any(map(is_quantized, layer.parameters())) and ordinary_class(layer) is None:
