@@ -25,6 +25,7 @@ from offload.distributed.ranks import Ranks
 from offload.errors import CheckpointError, ConfigError
 from offload.life import Life
 from offload.memory.devices import moved, random_states, set_random_states
+from offload.module.quantized import needs_scales
 from offload.optim.torch_class import Placed
 from offload.planning.units import Where, without_reference
 
@@ -64,6 +65,8 @@ class RunState:
             for where, value in book.waiting().items()
         }
         step = steps.step
+        members = self._parts.tree.parameters
+        quantized = [names[where] for where in names if needs_scales(members[where[0]][where[1]])]
         accumulation = {"gradients": waiting, "micro_batches": step.micro_batches.state_dict() if step else None}
         return {
             "step": steps.run.steps,
@@ -71,6 +74,7 @@ class RunState:
             "added_first": _added_first(self._parts.ranks),
             "parameters": parameters,
             "wrappers": self._parts.tree.describe_wrappers(),
+            "quantized": quantized,
             "optimizer": self._describe_optimizer(encoder),
             "accumulation": encoder.encode(accumulation, "accumulation"),
             **self.describe_own(encoder, client_state, drawn),

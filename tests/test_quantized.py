@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from harness import assert_same_tensors, everything_on_device, host, nvme
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import AdamW, BudgetError, ConfigError, Engine, StateError, plan
+from offload import AdamW, BudgetError, CheckpointError, ConfigError, Engine, StateError, plan
+from offload.checkpoint.restoring import read_state_dict
+from offload.cli import main as cli
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -445,6 +448,24 @@ def test_an_embedding(tmp_path: Path) -> None:
             engine.step()
             losses.append(loss.detach())
     assert torch.equal(losses[0], losses[1])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_checkpoint_is_not_exported_without_its_scales(
+    bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = net(bits=bits)
+    with Engine(model, adamw(model), **everything_on_device()) as engine:
+        path = engine.save_checkpoint(tmp_path / "run")
+    quantized = json.loads((path / "index.json").read_text())["quantized"]
+    assert quantized == [f"blocks.{number}.base.weight" for number in range(BLOCKS)]
+    for form in ("safetensors", "torch", "dcp"):
+        words = ["export", str(tmp_path / "run"), "--output", str(tmp_path / form), "--to", form]
+        assert cli.main(["checkpoint", *words]) == 1
+        assert "expected plain weights but blocks.0.base.weight is quantized; make the model" in capsys.readouterr().err
+        assert not (tmp_path / form).exists()
+    with pytest.raises(CheckpointError, match="expected plain weights but"):
+        read_state_dict(tmp_path / "run")
 
 
 @pytest.mark.filterwarnings("ignore")

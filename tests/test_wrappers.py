@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import AdamW, CheckpointError, ConfigError, Engine, StateError, plan
+from offload.cli import main as cli
 from offload.wrappers import inner_tensors, is_wrapper, take_apart
 
 torchao = pytest.importorskip("torchao")
@@ -479,6 +480,8 @@ def test_a_checkpoint_goes_on_elsewhere(form: str, tmp_path: Path) -> None:
     assert index["wrappers"]["blocks.0.base.weight"] == shell.described()
     stored = {entry["name"] for entry in index["tensors"] if entry["role"] == "parameter"}
     assert {f"blocks.0.base.weight.{name}" for name, _ in shell.items()} <= stored
+    assert cli.main(["checkpoint", "export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()
     model = net(form)
     with torch.no_grad():
         for block in model.blocks:

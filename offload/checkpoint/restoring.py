@@ -66,6 +66,20 @@ def read_weights(source: Source, index: Index, staging: Staging) -> dict[str, An
     return weights
 
 
+def refuse_quantized(path: Path, index: Index) -> None:
+    """Refuse a checkpoint that has elements of quantized weights: the model has what makes weights of them.
+
+    Raises:
+        CheckpointError: it has some.
+    """
+    for name in (*index.contents.get("wrappers", ()), *index.contents.get("quantized", ())):
+        raise CheckpointError(
+            f"checkpoint {path}: expected plain weights but {name} is quantized; make the model, load it with "
+            "engine.load_checkpoint, and save it with engine.save_pretrained, or with offload.peft.merge_and_save and "
+            "dequantize="
+        )
+
+
 def read_state_dict(directory: str | Path) -> dict[str, Any]:
     """Return the weights of the latest checkpoint in a folder, as the module's state dict has them.
 
@@ -75,12 +89,7 @@ def read_state_dict(directory: str | Path) -> dict[str, Any]:
     """
     with Folder(directory).reading(None) as path, Staging(BUFFERS, BUFFER_BYTES, deadline_s=READ_DEADLINE_S) as staging:
         index = Index.read(path / FILE_NAME)
-        quantized = index.contents.get("wrappers")
-        if quantized:
-            raise CheckpointError(
-                f"checkpoint {path}: expected plain weights but {next(iter(quantized))} is quantized; make the model, "
-                "and load it with engine.load_checkpoint"
-            )
+        refuse_quantized(path, index)
         return read_weights(Source(path, index), index, staging)
 
 

@@ -129,6 +129,13 @@ def ready_meanwhile(model: nn.Module, dtype: torch.dtype | None) -> Iterator[Non
             vars(owner).update(before)
 
 
+def needs_scales(parameter: Any) -> bool:
+    """Tell whether bitsandbytes keeps scales beside a parameter, without which nobody reads its elements."""
+    if is_a(parameter, "bitsandbytes", "Int8Params"):
+        return not parameter.has_fp16_weights
+    return is_a(parameter, "bitsandbytes", "Params4bit")
+
+
 class FourBitModules:
     """The 4-bit modules of one engine, as long as it has them."""
 

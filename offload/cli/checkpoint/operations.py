@@ -68,12 +68,14 @@ def damages_of(source: Source, entries: Sequence[Entry], staging: Staging) -> It
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from offload.checkpoint.restoring import refuse_quantized
     from offload.cli.checkpoint.export import export_torch, export_weights
 
     limit = parse_bytes(arguments.max_shard_size, subject="--max-shard-size")
     if isinstance(limit, Share):
         raise ConfigError(f"--max-shard-size: expected bytes such as 5GB but got {arguments.max_shard_size!r}")
     with _opened(arguments) as (path, index):
+        refuse_quantized(path, index)
         if arguments.format == "torch":
             files = [export_torch(path, index, arguments.output, DEADLINE_S)]
         elif arguments.format == "dcp":
