@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from offload.cli import main as cli
+from offload.cli import models
 from offload.cli.finetune import report
 from offload.cli.finetune import run as finetune
 from offload.cli.finetune.data import Data
@@ -645,6 +646,73 @@ def test_missing_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (tmp_path / "text").write_text("some text")
     assert cli.main(["finetune", "--model", str(tmp_path / "no"), "--text", str(tmp_path / "text")]) == 1
     assert "expected a folder with config.json" in capsys.readouterr().err
+
+
+def weights(file: Path, dtype: torch.dtype, numel: int = 1024) -> int:
+    """Write a file with one tensor of two rows; returns its bytes."""
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(2, numel // 2, dtype=dtype)}, file)
+    return file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "more"),
+    [
+        ("bitsandbytes", torch.uint8, 0),
+        ("fp8", torch.float8_e4m3fn, 1024),  # a byte becomes two
+        ("mxfp4", torch.uint8, 3072),  # two elements become four bytes
+        ("mxfp4", torch.bfloat16, 0),
+    ],
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_that_has_to_be_in_memory_needs_what_it_takes_there(
+    method: str, dtype: torch.dtype, more: int, sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that nobody reads count nothing; what is dequantized while it is read is larger than its file."""
+    pytest.importorskip("accelerate")
+    if method == "fp8" and torch.cuda.is_available():
+        pytest.skip("a GPU may compute with weights of 8 bits")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
+    name = "model-1.safetensors" if sharded else "model.safetensors"
+    size = weights(tmp_path / name, dtype) + more
+    if sharded:
+        index = {"weight_map": {"weight": name, "other": name}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    weights(tmp_path / "consolidated.safetensors", dtype)
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(100))
+    free = [size]
+    monkeypatch.setattr("offload.memory.limits.free_host_bytes", lambda: free[0])
+    models._require_memory(tmp_path, "its weights are quantized")
+    free[0] = size - 1
+    with pytest.raises(ConfigError, match="of free memory, where all of it has to be because its weights"):
+        models._require_memory(tmp_path, "its weights are quantized")
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "cpu"),
+        ({"load_in_8bit": True}, "cpu"),
+        ({"quant_method": "gptq"}, None),
+    ],
+)
+def test_weights_of_bitsandbytes_are_not_read_onto_a_gpu(
+    how: dict[str, Any], place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is one, transformers takes it unless told otherwise."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": how}))
+    seen: list[Any] = []
+
+    def load(folder: Path, **options: Any) -> None:
+        seen.append(options.get("device_map"))
+        raise OSError("enough seen")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(ConfigError, match="enough seen"):
+        models.read_causal_model(tmp_path)
+    assert seen == [place]
 
 
 @pytest.mark.parametrize("words", [["generate", "--prompt", "a"], ["merge", "--adapter", "a", "--out", "o"]])

@@ -42,6 +42,15 @@ def leave_out_quantizers(parsed: argparse.Namespace) -> None:
 def is_quantized(folder: Path) -> bool:
     """Tell whether the weights of a model of transformers are; False for what cannot be read.
 
+    Raises:
+        ConfigError: as of :func:`quantization_of`.
+    """
+    return quantization_of(folder) is not None
+
+
+def quantization_of(folder: Path) -> Any:
+    """Return how the weights of a model of transformers are quantized; None if they are not, or it cannot be read.
+
     Args:
         folder: of the model, or its config.json.
 
@@ -51,8 +60,8 @@ def is_quantized(folder: Path) -> bool:
     try:
         file = folder if folder.is_file() else folder / "config.json"
         values = json.loads(file.read_text(encoding="utf-8"))
-        return values.get("quantization_config") is not None
+        return values.get("quantization_config")
     except OSError:
-        return False
+        return None
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"model {folder}: expected a JSON object in config.json but got: {error}") from error

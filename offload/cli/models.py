@@ -7,13 +7,15 @@ Owns what is said where a folder is not what it should be. Heavy libraries are i
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.classes import import_transformers
-from offload.cli.heavy import is_quantized
+from offload.cli.heavy import is_quantized, quantization_of
 from offload.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from offload.engine import Engine
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
+WIDER_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "U8": 3, "I8": 3}  # more per byte, in bf16; integers are two of 4 bits
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 LEAVE_THE_MODEL = (True, False, "gaussian", "eva", "orthogonal")  # ways to initialise LoRA
 
@@ -95,6 +99,8 @@ def read_causal_model(folder: Path) -> tuple[torch.nn.Module, Weights | None]:
             return read_pretrained(folder, AutoModelForCausalLM, "auto", {})
         _require_memory(folder, whole)
         options: dict[str, Any] = {"dtype": "auto", "local_files_only": True, "output_loading_info": True}
+        if _method_of(folder) == "bitsandbytes":
+            options["device_map"] = "cpu"  # without it the whole model is on the GPU first, whatever the budgets
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
         tell_differences(folder, model, info)
         return model, None
@@ -120,14 +126,57 @@ def _require_memory(folder: Path, why: str) -> None:
     from offload.memory.limits import free_host_bytes
     from offload.sizes import format_bytes
 
-    files = {path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)}
-    size, free = sum(path.stat().st_size for path in files), free_host_bytes()
+    files, free = _files_of(folder), free_host_bytes()
+    size = sum(path.stat().st_size for path in files)
+    if _is_dequantized(folder):
+        size += sum(_wider_bytes(path) for path in files if path.suffix == ".safetensors")
+        why += ", and transformers dequantizes them here"
     if size > free:
         raise ConfigError(
             f"model {folder}: expected {format_bytes(size)} of free memory, where all of it has to be because {why}, "
             f"but got {format_bytes(free)}; where there is more, save it once as save_pretrained does, in safetensors "
             "that are not quantized: such a model may be larger than memory"
         )
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Return the files that transformers reads weights from; others may be beside them, with the same weights."""
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            return [folder / shard for shard in set(json.loads(index.read_bytes())["weight_map"].values())]
+    return []
+
+
+def _method_of(folder: Path) -> str | None:
+    """Return what has quantized a model, as transformers calls it; None where nothing has."""
+    how = quantization_of(folder)
+    if how is None:
+        return None
+    return "bitsandbytes" if how.get("load_in_4bit") or how.get("load_in_8bit") else how.get("quant_method")
+
+
+def _is_dequantized(folder: Path) -> bool:
+    """Tell whether transformers makes ordinary weights of quantized ones, for want of what computes with these."""
+    method = _method_of(folder)
+    if method not in ("fp8", "mxfp8"):
+        return method == "mxfp4"  # but for kernels that few have
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(quantization_of(folder), pre_quantized=True)
+    quantizer.validate_environment()
+    return bool(getattr(quantizer.quantization_config, "dequantize", False))
+
+
+def _wider_bytes(file: Path) -> int:
+    """Return by how much the tensors of a file grow when they are dequantized."""
+    import safetensors
+
+    with safetensors.safe_open(file, "pt") as opened:
+        parts = map(opened.get_slice, opened.keys())
+        return sum(math.prod(part.get_shape()) * WIDER_BYTES.get(part.get_dtype(), 0) for part in parts)
 
 
 def load_engine(folder: Path, adapter: Path | None, options: dict[str, Any]) -> Engine:
