@@ -1,4 +1,4 @@
-"""Where the time of the last steps went: per lane, and what the thread that computes has waited for.
+"""Where the time of the last steps went: per lane, and what computing has waited for.
 
 Owns the sums over spans, and how they are shown on one screen. Next: :mod:`offload.snapshot` collects the spans.
 """
@@ -28,6 +28,8 @@ from offload.spans import (
 from offload.stats import Stats
 
 _SHORT_S = 0.01
+_STOOD = "stood"  # waits that are known to be the device's
+_HOST_WAITS = ("ranks", "commit")  # beside which an accelerator goes on with what it was given
 STEPS = 8  # that are looked at
 LINKS = tuple(lane for lane in LANES if lane not in (STEP, WAIT))
 # What a plan predicts -> the lanes that are measured for it. On a CPU, computing and updates are one.
@@ -63,7 +65,7 @@ class Report:
             whole, nor counted: steps with more spans than are kept are counted from the second one on.
         seconds: of all of them; where there is none, of all the time of which everything is recorded.
         lanes: per link, in that time.
-        waits: seconds that the thread that computes has waited, per what it waited for.
+        waits: seconds that computing has waited, per what it waited for.
         waited_seconds: of all waits; some lie within others.
         stats: bytes of the tiers.
         activations: what ``activations="auto"`` has chosen, in words; empty where nothing was chosen.
@@ -162,8 +164,8 @@ def make_report(
     Args:
         recorded: spans of all lanes.
         stats: bytes of the tiers.
-        host_computes: the device is the CPU: what its thread waits for or updates in between is not computing.
-            Beginning and following updates is a lane of its own, beside what they wait for and the kernels.
+        host_computes: the device is the CPU: what its thread updates in between is not computing. Beginning and
+            following updates is a lane of its own, beside what they wait for and the kernels.
         predicted: seconds of ``step``, and of the lanes ``compute``, ``h2d``, ``d2h``, ``cpu`` and ``drive``, if known.
     """
     steps = whole_steps(recorded, STEPS)
@@ -181,10 +183,13 @@ def make_report(
         lane: LaneReport(seconds(lane), sum(_bytes_inside(span, begin, end) for span in per_lane[lane]))
         for lane in LINKS
     }
-    beside = (WAIT, CPU_ADAM) if host_computes else (WAIT,)  # of the thread that computes
-    lanes[UPDATES] = LaneReport(seconds(UPDATES, *beside) - seconds(*beside), 0)
-    if host_computes:
-        lanes[COMPUTE] = LaneReport(seconds(COMPUTE, UPDATES, *beside) - seconds(UPDATES, *beside), 0)
+    if host_computes:  # in one thread
+        lanes[UPDATES] = LaneReport(seconds(UPDATES, WAIT, CPU_ADAM) - seconds(WAIT, CPU_ADAM), 0)
+        beside: tuple[str, ...] = (UPDATES, WAIT, CPU_ADAM)
+    else:
+        per_lane[_STOOD] = [span for span in per_lane[WAIT] if span.name not in _HOST_WAITS]
+        beside = (_STOOD,)
+    lanes[COMPUTE] = LaneReport(seconds(COMPUTE, *beside) - seconds(*beside), 0)
     together = {name: seconds(*of) for name, of in _PREDICTED.items()}
     computing = (COMPUTE, UPDATES, CPU_ADAM) if host_computes else (COMPUTE,)
     together["compute"] = sum(lanes[lane].seconds for lane in computing)

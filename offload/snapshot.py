@@ -36,7 +36,7 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         hits=counters.hits,
         misses=counters.misses,
         stalls=counters.stalls,
-        stall_seconds=counters.stall_seconds,
+        stall_seconds=counters.compute_waited_s("parameters"),
         update_chunks=counters.update_chunks,
         update_chunks_ahead=counters.update_chunks_ahead,
         update_stalls=counters.update_stalls,
@@ -53,7 +53,7 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         loss_scale=run.scaler.scale,
         gathers=counters.gathers,
         gathers_for_others=counters.gathers_for_others,
-        activation_stall_seconds=counters.activation_stall_seconds,
+        activation_stall_seconds=counters.compute_waited_s("activations"),
     )
 
 

@@ -7,11 +7,13 @@ writes them to a file.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-STEP, COMPUTE, WAIT, CPU_ADAM = "step", "compute", "wait", "cpu_adam"
+STEP, COMPUTE, CPU_ADAM = "step", "compute", "cpu_adam"
+WAIT = "wait"  # of computing: by a device's clock, where it has one and the wait is not for ranks or a commit
 UPDATES = "updates"  # of the thread that computes: it begins and follows them, beside what it waits for
 UPDATE = "update"  # a span of `COMPUTE`: what a device that is not the CPU updates by itself
 H2D, D2H, NVME_READ, NVME_WRITE = "h2d", "d2h", "nvme_read", "nvme_write"
@@ -41,11 +43,11 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Rings of the last spans. Safe from several threads: each call appends to one ring or copies one, in one go.
+    """Rings of the last spans. Safe from several threads.
 
     Attributes:
-        waited: seconds of all waits so far, per what was waited for. The thread that computes alone writes them. A wait
-            within another one counts as itself alone, so the sum is how long that thread stood still.
+        waited: seconds of all waits so far, per what was waited for. A wait within another one counts as itself alone,
+            so the sum is how long computing stood still.
         passes: seconds of all forward and backward passes so far, and of the device's own updates. They come one behind
             the other.
     """
@@ -53,6 +55,7 @@ class Spans:
     def __init__(self, kept: int = KEPT) -> None:
         """Begin with nothing; each lane keeps its last `kept` spans."""
         self._kept = kept
+        self._waits = threading.Lock()  # others go without: each appends to one ring or copies one, in one go
         # Bare tuples: they take a quarter of the time, and garbage collection soon forgets them.
         self._rings: dict[str, deque[tuple[str, float, float, int]]] = {lane: deque(maxlen=kept) for lane in LANES}
         self.waited: dict[str, float] = {}
@@ -65,17 +68,28 @@ class Spans:
         if lane == COMPUTE:
             self.passes[name] = self.passes.get(name, 0.0) + end - begin
 
-    def add_wait(self, name: str, begin: float, end: float) -> None:
-        """Keep a wait of the thread that computes, unless what it wanted was there."""
-        if end - begin >= SHORTEST_WAIT_S:
+    def add_wait(self, name: str, begin: float, end: float) -> float:
+        """Keep a wait of computing, unless what it wanted was there; return its seconds that lie in no other one.
+
+        One of a device may be told when later ones of the host are known.
+        """
+        if end - begin < SHORTEST_WAIT_S:
+            return 0.0
+        what, first, last, seconds = name.partition(":")[0], begin, end, end - begin
+        later = list[tuple[float, float]]()
+        with self._waits:
             self.add(WAIT, name, begin, end)
-            what = name.partition(":")[0]
-            first, seconds = begin, end - begin
-            while self._stood and self._stood[-1][1] > begin:  # it was within this one
-                inner_begin, inner_end = self._stood.pop()
-                first, seconds = min(first, inner_begin), seconds - (inner_end - max(inner_begin, begin))
-            self._stood.append((first, end))
+            while self._stood and self._stood[-1][1] > begin:
+                other = self._stood.pop()
+                if other[0] >= end:
+                    later.append(other)
+                else:
+                    seconds -= min(other[1], end) - max(other[0], begin)
+                    first, last = min(first, other[0]), max(last, other[1])
+            self._stood.append((first, last))
+            self._stood.extend(reversed(later))
             self.waited[what] = self.waited.get(what, 0.0) + seconds
+        return seconds
 
     def recorded(self) -> Recorded:
         """Return what is kept."""

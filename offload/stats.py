@@ -38,14 +38,15 @@ class Stats:
         links: bytes and busy seconds of ``nvme_read``, ``nvme_write``, ``h2d``, ``d2h``, ``cpu_adam``, ``compute``, and
             of ``collectives``: what this rank has sent to others. What it has sent to other nodes' owners of its slice
             is in ``between_nodes``. Of an accelerator, those of ``h2d``, ``d2h`` and ``compute`` are by its
-            clock, as far as it is over with them; ``compute`` is from the beginning of a pass to its end there, waits
-            for parameters included, and its own updates. Without a clock, copies have no seconds, and ``compute`` is
-            the host's time.
+            clock, as far as it is over with them; ``compute`` is from the beginning of a pass to its end there, beside
+            waits for all but other ranks, and its own updates. Without a clock, copies have no seconds, and ``compute``
+            is the host's time.
         hits: uses of a unit that found it on the device; counts are since the engine was made.
         misses: uses that had to start a fetch that nobody had asked for before, and wait for it.
         stalls: uses that waited for a fetch that was asked for ahead: under way, or without room as long as other
             copies were on their way, home or to the device; `stall_seconds` counts both kinds of wait.
-        stall_seconds: seconds compute waited for parameters. For activations it waited `activation_stall_seconds`.
+        stall_seconds: seconds compute waited for parameters. For activations it waited `activation_stall_seconds`. Both
+            are by an accelerator's clock if it has one: seconds in which it had nothing to do.
         update_chunks: pieces of units that steps have updated; `update_stalls` of them were waited for, the others had
             arrived while something else was computed. The states of `update_chunks_ahead` were read before the step.
         update_seconds: seconds spent on updates by the thread that computes, `update_stall_seconds` of them waiting for
@@ -97,10 +98,13 @@ class Counters:
 
     Attributes:
         spans: when it was that the links were busy, as far as that is kept.
+        stood: seconds in which a device with a clock had nothing to do, per what it waited for; None without a clock.
+            Those of the host are in `stall_seconds` and the like.
     """
 
     def __init__(self) -> None:
         self.spans = Spans()
+        self.stood: dict[str, float] | None = None
         self._lock = threading.Lock()
         self._bytes = dict.fromkeys(LINKS, 0)
         self._seconds = dict.fromkeys(LINKS, 0.0)
@@ -130,10 +134,23 @@ class Counters:
         stalls = self.stall_seconds + self.activation_stall_seconds
         return stalls + self.update_seconds + self.commit_seconds + self.ranks_seconds
 
+    def compute_waited_s(self, what: str) -> float:
+        """Return the seconds that compute has waited for ``parameters`` or ``activations``."""
+        if self.stood is not None:
+            return self.stood.get(what, 0.0)
+        return self.stall_seconds if what == "parameters" else self.activation_stall_seconds
+
     def wait_for_ranks(self, begin: float, end: float) -> None:
         """Count the time from `begin` to `end` as one in which compute had to wait for other ranks."""
         self.ranks_seconds += end - begin
         self.spans.add_wait("ranks", begin, end)
+
+    def add_stood(self, name: str, seconds: float) -> None:
+        """Count `seconds` in which a device with a clock had nothing to do; `name` as in ``Spans.add_wait``."""
+        what = name.partition(":")[0]
+        with self._lock:
+            stood = self.stood = {} if self.stood is None else self.stood
+            stood[what] = stood.get(what, 0.0) + seconds
 
     def add(self, link: str, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
         """Count `size_bytes` moved and `seconds` busy on `link`."""

@@ -135,6 +135,34 @@ def test_what_the_device_updates_itself_is_computing(monkeypatch: pytest.MonkeyP
     assert measured_s == pytest.approx(predicted_s, rel=0.02) and took_s / 5 > 0.1 * predicted_s
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_device_that_waits_does_not_bind(trains: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With few tokens, copies of parameters take longer than computing, and updates by the CPU longer than both."""
+    monkeypatch.setattr(torch, "Event", TimedEvent)
+    model = untouched(llama(**MIDDLE))
+    memory = {"device": 64 * MIB + working_bytes(model, units=3, unit_bytes=UNIT_BYTES), "cpu": "8GiB"}
+    options: dict[str, Any] = {"device": "sim", "max_memory": memory, "activation_memory": 64 * MIB}
+    ids = torch.zeros(1, 64, dtype=torch.long, device="sim")
+    with engine_clock(DESKTOP, dry=True), Engine(model, AdamW(lr=1e-3), offload_param="cpu", **options) as engine:
+        operations()
+        for _ in range(4):
+            with torch.set_grad_enabled(trains):
+                loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            if trains:
+                engine.backward(loss)
+                engine.step()
+        report, stats = engine.report(), engine.stats()
+        computed_s = sum(o.end - o.begin for o in operations() if o.lane == "compute")
+        engine.close(restore=False)
+    binds, waits_for = ("cpu_adam", {"parameters", "updates", "gradients"}) if trains else ("h2d", {"parameters"})
+    assert report.binding_lane == stats.binding_link == binds
+    assert set(report.waits) == waits_for and report.waits["parameters"] > 0.01 * report.seconds
+    assert stats.stall_seconds == pytest.approx(report.waits["parameters"], rel=0.1)
+    compute_s = stats.links["compute"].seconds
+    waited_s = sum(report.waits.values())
+    assert computed_s < compute_s < 0.6 * report.seconds and compute_s + waited_s > 0.8 * report.seconds
+
+
 def test_a_page_has_no_losses_where_looking_at_one_would_wait(tmp_path: Path) -> None:
     """Losses that are given are shown; of what the engine itself has seen, nothing made the host wait."""
     budgets = {"device": "8MiB", "cpu": "16MiB"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
@@ -100,11 +102,81 @@ def test_spans_are_by_the_host_s_clock_whenever_they_are_read(
     assert second == Span("h2d", "copy", pytest.approx(60.999), pytest.approx(61.249), 100)
 
 
-def test_waits_for_the_device_are_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = [1.0]
+def test_a_pass_computes_beside_its_waits(clock: type[FakeEvent]) -> None:
+    """Also where updates of the device come within it, and with waits before it; its span has them all."""
+    counters, stream = Counters(), FakeStream()
+    watch, given = Stopwatch(counters, PLACE), cast(torch.Stream, stream)
+
+    def wait(what: str, ms: float) -> None:
+        begun = watch.start(given)
+        stream.now_ms += ms
+        watch.end_wait(what, given, begun, 0.0)
+
+    stream.over = False
+    wait("parameters: a", 4000)
+    begun = watch.begin_pass(given)
+    assert begun is not None
+    stream.now_ms += 1000
+    wait("parameters: b", 2000)
+    inner = watch.begin_pass(given)
+    assert inner is not None
+    stream.now_ms += 250
+    watch.end_pass("update", inner)
+    wait("activations", 500)
+    watch.end_pass("forward", begun)
+    assert watch.begin_pass(given) is not None  # of a pass that fails
+    wait("parameters: a", 8000)
+    stream.over = True
+    watch.read()
+    assert counters.links()["compute"].seconds == 1.25 + 0.25
+    assert counters.spans.passes == {"update": 0.25, "forward": pytest.approx(3.75)}
+    assert counters.stood == {"parameters": 14.0, "activations": 0.5}
+    assert counters.spans.waited == pytest.approx(counters.stood)
+
+
+def test_a_wait_within_another_one_is_no_computing_once(clock: type[FakeEvent]) -> None:
+    counters, stream = Counters(), FakeStream()
+    watch, given = Stopwatch(counters, PLACE), cast(torch.Stream, stream)
+    begun = watch.begin_pass(given)
+    outer = watch.start(given)
+    inner = watch.start(given)
+    stream.now_ms += 1000
+    watch.end_wait("gradients", given, inner, 0.0)
+    stream.now_ms += 1000
+    watch.end_wait("parameters: a", given, outer, 0.0)
+    stream.now_ms += 4000
+    assert begun is not None
+    watch.end_pass("backward", begun)
+    assert counters.links()["compute"].seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("has_times", [False, True])
+def test_what_the_host_waits_for_is_a_wait_of_the_device(
+    clock: type[FakeEvent], has_times: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the device has nothing else to do; without a clock, as long as the host waits."""
+    clock.has_times = has_times
+    host, counters, stream = [1.0], Counters(), FakeStream()
+    watch, given = Stopwatch(counters, PLACE), cast(torch.Stream, stream)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: host[0])
-    counters = Counters()
-    with pytest.raises(TimeoutError), Stopwatch(counters, PLACE).waiting("gradients"):
+    copy(watch, stream, 500)
+    with watch.waiting("gradients", given):
+        host[0], stream.now_ms = 3.0, stream.now_ms + 750
+    with watch.waiting("gradients", given):  # it is there
+        stream.now_ms += 9000
+    watch.read()
+    waits = [span for span in counters.spans.recorded().spans if span.lane == "wait"]
+    assert [(span.name, span.end - span.begin) for span in waits] == [
+        ("gradients", pytest.approx(0.75) if has_times else 2.0)
+    ]
+
+
+def test_a_wait_that_fails_is_the_host_s(clock: type[FakeEvent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of a device that may be lost."""
+    host, counters = [1.0], Counters()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: host[0])
+    watch, given = Stopwatch(counters, PLACE), cast(torch.Stream, FakeStream())
+    with pytest.raises(TimeoutError), watch.waiting("gradients", given):
         host[0] = 3.0
         raise TimeoutError
     assert counters.spans.recorded().spans == [Span("wait", "gradients", 1.0, 3.0)]

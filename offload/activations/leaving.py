@@ -221,7 +221,7 @@ class LeavingActivations(Activations):
 
     def _go_on(self, kept_bytes: int) -> None:
         """Let storages leave whose turn it is; with too much on its way, wait."""
-        start, copying_s = time.perf_counter(), self._copying_s
+        start, copying_s, begun = time.perf_counter(), self._copying_s, self._mover.begin_waiting()
         self._let_go(kept_bytes)
         while self._going and self._near.used_bytes > self._near.most_bytes:
             self._end_going()
@@ -229,7 +229,7 @@ class LeavingActivations(Activations):
         self._moving_s += end - start
         start += self._copying_s - copying_s
         if end - start > LONGEST_START_S:  # for room in host memory, or a copy
-            self._note_wait(start, end)
+            self._note_wait(start, end, begun)
 
     def _let_go(self, kept_bytes: int) -> None:
         """Let storages leave after which more than `kept_bytes` were saved; those in use wait once more as long.
@@ -323,9 +323,9 @@ class LeavingActivations(Activations):
             with self._prefetching:
                 self._bring_ahead(record.room.key)
         if record.coming is not None:
-            begin = time.perf_counter()
+            begin, begun = time.perf_counter(), self._mover.begin_waiting()
             record.coming[0].use(self._deadline_s)
-            self._note_wait(begin, time.perf_counter())
+            self._note_wait(begin, time.perf_counter(), begun)
         whole = held.get()
         if record.changed:
             raise changed_in_place(saved.shape)
@@ -351,14 +351,15 @@ class LeavingActivations(Activations):
 
     def _keep_pace(self) -> None:
         """Let the host wait where it is too far ahead of copies: gradients of what it runs through would pile up."""
-        begin = time.perf_counter()
         while self._coming and self._behind_bytes > self._near.most_bytes:
+            begin, begun = time.perf_counter(), self._mover.begin_waiting()
             self._end_coming(self._coming[0])
-            self._note_wait(begin, begin := time.perf_counter())
+            self._note_wait(begin, time.perf_counter(), begun)
 
     def _bring_now(self, leaver: Leaver) -> None:
         """Begin to bring a storage that is asked for: its place in host memory, and on the device."""
-        away, room, begin = self._away, leaver.record.room, time.perf_counter()
+        away, room = self._away, leaver.record.room
+        begin, begun = time.perf_counter(), self._mover.begin_waiting()
         self._end_earlier(leaver.record)
         if not away.is_here(room):
             while room.ticket is None and not away.read(room):
@@ -370,7 +371,7 @@ class LeavingActivations(Activations):
                         "but what is set aside for them is in use; raise activation_cpu_memory"
                     )
             away.wait(room)
-            self._note_wait(begin, time.perf_counter())
+            self._note_wait(begin, time.perf_counter(), begun)
         room.copied = True  # it stays, whatever makes room below
         try:
             held = SavedActivation(self._memory(leaver.record.size_bytes), self)
@@ -644,10 +645,10 @@ class LeavingActivations(Activations):
     def _has_copy(self, record: _Record) -> bool:
         return record.room.stored or record.room.offset is not None
 
-    def _note_wait(self, begin: float, end: float) -> None:
+    def _note_wait(self, begin: float, end: float, begun: object | None) -> None:
         self._waited_s += end - begin
         self._counters.activation_stall_seconds += end - begin
-        self._counters.spans.add_wait("activations", begin, end)
+        self._mover.end_waiting("activations", begun, begin)
 
 
 def _is_as_saved(leaver: Leaver, tensor: torch.Tensor) -> bool:

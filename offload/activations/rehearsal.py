@@ -57,6 +57,12 @@ class _Nowhere:
         """See :class:`offload.memory.transfer.Mover`."""
         return 0
 
+    def begin_waiting(self) -> None:
+        """See :class:`offload.memory.transfer.Mover`."""
+
+    def end_waiting(self, what: str, begun: object | None, begin: float) -> None:
+        """See :class:`offload.memory.transfer.Mover`."""
+
     def put_many(self, items: Sequence[object]) -> list[_Over]:
         """See :class:`swap.SwapStore`."""
         return [_Over() for _ in items]

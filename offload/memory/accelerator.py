@@ -25,7 +25,7 @@ from offload.memory.errands import Errands
 from offload.memory.gradient_reader import GradientReader
 from offload.memory.ordering import Ordering, entered
 from offload.memory.page_lock import LockedArena
-from offload.memory.timing import Stopwatch
+from offload.memory.timing import Pass, Stopwatch
 from offload.memory.transfer import FutureTransfer, MoverNeeds, Ticket, Transfer
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.torch_private import no_dispatch, no_functions
@@ -478,14 +478,21 @@ class AcceleratorMover:
 
     def begin_computing(self) -> object | None:
         """Return the current stream, and the moment when it has come so far."""
-        stream = self._device.current_stream()
-        begin = self._watch.start(stream)
-        return None if begin is None else (stream, begin)
+        return self._watch.begin_pass(self._device.current_stream())
 
     def end_computing(self, what: str, begun: object) -> None:
-        """Count the seconds of that stream since that moment, its waits for copies included."""
-        assert isinstance(begun, tuple)
-        self._watch.stop("compute", *begun, name=what)
+        """Count the seconds of that stream since that moment, beside its waits; their span has both."""
+        assert isinstance(begun, Pass)
+        self._watch.end_pass(what, begun)
+
+    def begin_waiting(self) -> object | None:
+        """Return the moment when the current stream has come so far."""
+        return self._watch.start(self._device.current_stream())
+
+    def end_waiting(self, what: str, begun: object | None, begin: float) -> None:
+        """Keep that the current stream has had nothing to do since that moment, for it has waited."""
+        assert begun is None or isinstance(begun, torch.Event)
+        self._watch.end_wait(what, self._device.current_stream(), begun, begin)
 
     def note_times(self) -> None:
         """Count the device's seconds of what is over."""

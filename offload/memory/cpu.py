@@ -214,6 +214,13 @@ class CpuMover:
     def end_computing(self, what: str, begun: object) -> None:
         """Do nothing: nothing has begun."""
 
+    def begin_waiting(self) -> None:
+        """Leave it to the host's clock."""
+
+    def end_waiting(self, what: str, begun: object | None, begin: float) -> None:
+        """Keep when the thread that computes has waited."""
+        self._counters.spans.add_wait(what, begin, time.perf_counter())
+
     def note_times(self) -> None:
         """They are counted already."""
 

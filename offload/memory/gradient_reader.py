@@ -212,7 +212,7 @@ class GradientReader:
             self._send()
             batch = next((batch for batch in self._flying if not _has_left(batch)), None)
             if batch is not None and batch.left is not None:
-                with self._watch.waiting("gradients"), contextlib.suppress(Exception):  # who waits for its use is told
+                with self._waiting(), contextlib.suppress(Exception):  # who waits for its use is told
                     FutureTransfer(batch.left, "copy of gradients to the host").wait(timeout_s)
                 if not _has_left(batch):
                     return  # late
@@ -239,8 +239,12 @@ class GradientReader:
 
     def _await_use(self, batch: _Batch, timeout_s: float) -> None:
         assert batch.used is not None
-        with self._watch.waiting("gradients"):
+        with contextlib.nullcontext() if batch.used.done() else self._waiting():
             FutureTransfer(batch.used, "copy of gradients to the host").wait(timeout_s)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Keep when compute stands still in the ``with`` block: it goes on with what it was given before."""
+        return self._watch.waiting("gradients", self._streams.current_stream())
 
     def _reap(self) -> int:
         """Take back what the oldest batches have held, as far as they are used or have left; returns how many are."""

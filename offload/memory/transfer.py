@@ -348,6 +348,15 @@ class Mover(Protocol):
     def end_computing(self, what: str, begun: object) -> None:
         """Count the seconds that the device takes for what it was given since a moment, as those of `what`."""
 
+    def begin_waiting(self) -> object | None:
+        """Return the moment of the device when it has come so far, likewise."""
+
+    def end_waiting(self, what: str, begun: object | None, begin: float) -> None:
+        """Keep that compute has waited for `what`, from the moment `begun` until the device goes on.
+
+        None stands for `begin`, seconds of the host's clock, until now. What was waited for is ordered before compute.
+        """
+
     def note_times(self) -> None:
         """Count the device's seconds of what is over."""
 

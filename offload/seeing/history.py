@@ -24,7 +24,7 @@ class Sample:
         used_bytes: booked in each tier.
         peak_bytes: the most of that so far.
         links: bytes and busy seconds; of an accelerator's copies, those that are known to be over.
-        waited: seconds that the thread that computes has waited, per what it waited for, as in ``Spans``.
+        waited: seconds that computing has waited, per what it waited for, as in ``Spans``.
         passes: seconds of ``forward`` and of ``backward``, by the device's clock where it has one, and of its own
             ``update``.
         loss: mean of those since the sample before; None where they are not known.

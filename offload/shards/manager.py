@@ -248,7 +248,7 @@ class Manager:
             self.working.wait_for_prefetch(shard)
             if index in self.bound:
                 return
-        begin = time.perf_counter()
+        begin, begun = time.perf_counter(), self.tiers.mover.begin_waiting()
         if shard.state is State.FETCHING:
             counters.stalls += 1
             self.working.wait_for_prefetch(shard)
@@ -259,9 +259,9 @@ class Manager:
             with self._telling_ranks():
                 self.working.start_fetch(shard, self.schedule, required=True)
                 self.working.wait_for_fetch(shard)
-        end = time.perf_counter()
-        counters.stall_seconds += end - begin
-        counters.spans.add_wait(f"parameters: {shard.unit.name}", begin, end)
+        self.working.use(shard)  # before it is known how long compute stands still
+        counters.stall_seconds += time.perf_counter() - begin
+        self.tiers.mover.end_waiting(f"parameters: {shard.unit.name}", begun, begin)
 
     def _count_fetch(self, index: int) -> None:
         """Count a fetch that starts where the unit is used: a miss, unless one was asked for and had no room yet."""

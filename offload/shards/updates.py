@@ -30,7 +30,7 @@ from offload.shards.read_ahead import Record
 from offload.shards.stream import ALL_STATES, Chunk, Pipeline
 from offload.shards.tiers import Tiers
 from offload.shards.worker import failed
-from offload.spans import UPDATES
+from offload.spans import SHORTEST_WAIT_S, UPDATES
 
 WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
 
@@ -96,6 +96,7 @@ class Updates(ABC, Generic[U]):
         self._aside = aside
         self._worker = tiers.worker
         self._beside_drive = tiers.plan.beside_drive()
+        self._waits: list[tuple[float, float]] = []  # by the host's clock, since it began to go on
 
     # --- what a policy says -----------------------------------------------------------------------------------------
 
@@ -258,18 +259,21 @@ class Updates(ABC, Generic[U]):
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """Count the time, and let no Ctrl-C come between."""
-        begin = time.perf_counter()
+        begin, waits = time.perf_counter(), list[tuple[float, float]]()
+        self._waits = waits
         try:
             with self._safe_point:
                 yield
         finally:
             counters, end = self._tiers.counters, time.perf_counter()
             counters.update_seconds += end - begin
-            counters.spans.add(UPDATES, "updates", begin, end)
+            for wait_begin, wait_end in (*waits, (end, end)):
+                counters.spans.add(UPDATES, "updates", begin, wait_begin)
+                begin = wait_end
 
     def _wait(self, tickets: Sequence[Ticket]) -> None:
         """Wait for tickets, also for those that are over: for what went wrong."""
-        begin = time.perf_counter()
+        begun, begin = self._begin_wait(all(ticket.done() for ticket in tickets))
         try:
             TicketGroup(tickets).wait(self._tiers.deadline_s)
         except TimeoutError as error:
@@ -277,11 +281,11 @@ class Updates(ABC, Generic[U]):
                 error.add_note(self._tiers.dump())
             raise
         finally:
-            self._count_wait(begin)
+            self._count_wait(begin, begun)
 
     @labelled("wait")
     def _wait_for_task(self, task: Future[None]) -> None:
-        begin = time.perf_counter()
+        begun, begin = self._begin_wait(task.done())
         try:
             task.result()
         except BaseException as error:
@@ -289,12 +293,18 @@ class Updates(ABC, Generic[U]):
                 self._fail(error)
             raise
         finally:
-            self._count_wait(begin)
+            self._count_wait(begin, begun)
 
-    def _count_wait(self, begin: float) -> None:
+    def _begin_wait(self, is_over: bool) -> tuple[object | None, float]:
+        """Return the device's moment, unless what is waited for is there, and the host's."""
+        return None if is_over else self._tiers.mover.begin_waiting(), time.perf_counter()
+
+    def _count_wait(self, begin: float, begun: object | None) -> None:
         counters, end = self._tiers.counters, time.perf_counter()
         counters.update_stall_seconds += end - begin
-        counters.spans.add_wait("updates", begin, end)
+        if end - begin >= SHORTEST_WAIT_S:
+            self._waits.append((begin, end))
+            self._tiers.mover.end_waiting("updates", begun, begin)
 
     def _wait_for_writes(self, writes: Sequence[Ticket]) -> None:
         try:
