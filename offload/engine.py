@@ -47,6 +47,7 @@ from offload.several import APART, made_together, ranks_of
 from offload.shards.manager import Manager
 from offload.sleeping import Sleeping
 from offload.snapshot import take_snapshot, take_spans
+from offload.spans import Recorded
 from offload.spec import OptimizerSpec
 from offload.stats import Counters, Stats
 from offload.trace import write_trace
@@ -378,7 +379,8 @@ class Engine(EngineTensors, EngineRuns):
         """Return where the time of the last steps went; ``print`` it, or have a page with charts of the whole run.
 
         It has seconds, bytes and GB/s per lane, the lane that binds, what computing has waited for, and the tiers. It
-        looks at a few steps, of which everything is still recorded, or at what was counted of the last one.
+        looks at a few steps, of which everything is still recorded, or at what was counted of the last one. An
+        accelerator does first what it was given.
 
         Args:
             path: of an HTML file for a browser, which is replaced; its folder must exist. None writes none. Of several
@@ -392,7 +394,7 @@ class Engine(EngineTensors, EngineRuns):
             ConfigError: the file cannot be written, or an argument is none of these.
             StateError: the engine is closed.
         """
-        manager = self._life.require_records("report")
+        self._life.require_records("report")
         if predicted is not None and not isinstance(predicted, Timing):
             raise ConfigError(
                 f"report: predicted: expected the timing of a forecast but got a {type(predicted).__name__}; pass "
@@ -406,7 +408,7 @@ class Engine(EngineTensors, EngineRuns):
             raise ConfigError(f"report: losses: expected pairs of a step and its loss but got {losses!r}") from None
         if pairs and path is None:
             raise ConfigError("report: losses: expected a path beside them, for the page alone shows them; pass path=")
-        spans = take_spans(self._parts, manager)
+        spans = self._spans("report")
         seconds = None if predicted is None else {"step": predicted.step_s, **predicted.seconds}
         host = self._parts.device.addressable
         stats, samples = self.stats(), self._watch.samples()
@@ -423,6 +425,8 @@ class Engine(EngineTensors, EngineRuns):
     def trace(self, path: str | Path) -> None:
         """Write what all lanes have lately done to a file, for https://ui.perfetto.dev or ``chrome://tracing``.
 
+        An accelerator does first what it was given.
+
         Args:
             path: of the file (JSON), which is replaced; its folder must exist. Of several ranks, each needs a path of
                 its own.
@@ -431,8 +435,14 @@ class Engine(EngineTensors, EngineRuns):
             ConfigError: the file cannot be written.
             StateError: the engine is closed.
         """
-        spans = take_spans(self._parts, self._life.require_records("trace"))
-        write_trace(path, spans, f"offload{self._which_rank()}")
+        write_trace(path, self._spans("trace"), f"offload{self._which_rank()}")
+
+    def _spans(self, what: str) -> Recorded:
+        """Return what all lanes have lately done; waits for the device, unless it may be what the engine has lost."""
+        manager = self._life.require_records(what)
+        if self._life.unusable is None:
+            self._parts.device.synchronize()
+        return take_spans(self._parts, manager)
 
     def _which_rank(self) -> str:
         """Return which of several ranks this is, in words."""

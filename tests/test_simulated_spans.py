@@ -119,7 +119,6 @@ def test_what_the_device_updates_itself_is_computing(monkeypatch: pytest.MonkeyP
         for _ in range(5):
             engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
             engine.step()
-        engine._parts.device.synchronize()
         timing = timing_of(engine.plan, work, DESKTOP, micro_batches=1, clips=False)
         report, manager = engine.report(predicted=timing), engine._life.require_open()
         spans = [span for span in take_spans(engine._parts, manager).spans if span.name == "update"]
@@ -161,6 +160,28 @@ def test_a_device_that_waits_does_not_bind(trains: bool, monkeypatch: pytest.Mon
     compute_s = stats.links["compute"].seconds
     waited_s = sum(report.waits.values())
     assert computed_s < compute_s < 0.6 * report.seconds and compute_s + waited_s > 0.8 * report.seconds
+
+
+def test_a_link_is_not_busy_until_the_next_gradient_of_a_unit_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many tokens, computing between them takes many times as long as their copies."""
+    monkeypatch.setattr(torch, "Event", TimedEvent)
+    options: dict[str, Any] = {"device": "sim", "max_memory": {"device": 4 << 30, "cpu": "8GiB"}}
+    ids = torch.zeros(1, 8192, dtype=torch.long, device="sim")
+    with (
+        engine_clock(DESKTOP, dry=True),
+        Engine(untouched(llama(**MIDDLE)), AdamW(lr=1e-3), unit_bytes=256 * MIB, **options) as engine,
+    ):
+        operations()
+        before = engine.stats().links["d2h"]
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine._parts.device.synchronize()
+        after, done = engine.stats().links["d2h"], operations()
+        engine.close(restore=False)
+    copied = [operation for operation in done if operation.lane == "d2h"]
+    assert len(copied) > 4 * 7  # of each block, what it multiplies by
+    assert after.bytes - before.bytes == sum(operation.size_bytes for operation in copied)
+    busy_s = sum(operation.end - operation.begin for operation in copied)
+    assert after.seconds - before.seconds == pytest.approx(busy_s, rel=0.1)
 
 
 def test_a_page_has_no_losses_where_looking_at_one_would_wait(tmp_path: Path) -> None:

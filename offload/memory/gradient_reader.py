@@ -33,7 +33,6 @@ class _Batch:
         uses: what is still to be called, and with which address.
         size_bytes: on the device.
         pieces: of the ring.
-        begin: when its copies began, by the device's clock.
         left: that the copies are over, and the device's memory free; None while gradients may still come.
         used: that all of it was used, likewise.
         told: of its failure.
@@ -43,7 +42,6 @@ class _Batch:
     uses: deque[tuple[Callable[[int], None], int]] = dataclasses.field(default_factory=deque)
     size_bytes: int = 0
     pieces: int = 0
-    begin: torch.Event | None = None
     left: Future[None] | None = None
     used: Future[None] | None = None
     told: bool = False
@@ -118,10 +116,10 @@ class GradientReader:
         batch = self._batch
         batch.pieces += 1  # of the ring, also where something fails
         self._stream.wait_event(self._streams.event())
-        if batch.begin is None:  # what the link was busy with, not what it has waited for
-            batch.begin = self._watch.start(self._stream)
+        begin = self._watch.start(self._stream)  # each by itself: the link has nothing to do until the next one is made
         batch.tensors.append(tensor)  # it lives until its copies are over, also where one of them fails
         self._copy(tensor, address, size)
+        self._watch.stop("d2h", self._stream, begin, size)
         batch.uses.append((use, address))
         batch.size_bytes += size
         self._claim.resize(self._claim.size_bytes + min(size, self._claim.budget.free_bytes))
@@ -184,7 +182,6 @@ class GradientReader:
         batch = self._batch
         if not batch.pieces:
             return
-        self._watch.stop("d2h", self._stream, batch.begin, batch.size_bytes)
         arrived = self._streams.event(self._stream)  # may fail: nothing was changed then
         self._batch = _Batch()
         self._flying.append(batch)
