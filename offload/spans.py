@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-STEP, COMPUTE, CPU_ADAM = "step", "compute", "cpu_adam"
+STEP, COMPUTE = "step", "compute"
+CPU_ADAM = "cpu_adam"  # updates; beside an accelerator also what takes gradients, in a thread of its own
 WAIT = "wait"  # of computing: by a device's clock, where it has one and the wait is not for ranks or a commit
 UPDATES = "updates"  # of the thread that computes: it begins and follows them, beside what it waits for
 UPDATE = "update"  # a span of `COMPUTE`: what a device that is not the CPU updates by itself

@@ -184,6 +184,33 @@ def test_a_link_is_not_busy_until_the_next_gradient_of_a_unit_is_made(monkeypatc
     assert after.seconds - before.seconds == pytest.approx(busy_s, rel=0.1)
 
 
+def test_what_the_cpu_is_predicted_to_do_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates, and taking the gradients of three micro-batches, which is as much."""
+    monkeypatch.setattr(torch, "Event", TimedEvent)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 2048}
+    model, batch = untouched(llama(**sizes)), (1, 16)
+    tree = find_units(model, max_unit_bytes=unit_bytes_of(Config(), 1 << 30))
+    work = work_of(llama(**sizes, use_cache=False), batch, tree=tree)
+    options: dict[str, Any] = {"device": "sim", "max_memory": {"device": 1 << 30, "cpu": "1GiB"}}
+    options |= {"gradient_accumulation_steps": 3}
+    ids = torch.zeros(batch, dtype=torch.long, device="sim")
+    with engine_clock(DESKTOP, dry=True), Engine(model, AdamW(lr=1e-3), **options) as engine:
+        for _ in range(3 * 9):
+            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+            engine.step()
+        engine.drain()
+        timing = timing_of(engine.plan, work, DESKTOP, micro_batches=3, clips=False)
+        report = engine.report(predicted=timing)
+        spans = take_spans(engine._parts, engine._life.require_open()).spans
+        engine.close(restore=False)
+    took = [span for span in spans if span.lane == "cpu_adam" and span.name.startswith("gradients: ")]
+    assert len(took) == 3 * 9 * len({span.name for span in took})
+    parameters = sum(parameter.numel() for parameter in llama(**sizes).parameters())
+    assert sum(span.size_bytes for span in took) == 9 * parameters * (2 + 4 + 2 * (2 + 4 + 4))
+    predicted_s, measured_s = report.compared["cpu"]
+    assert measured_s == pytest.approx(predicted_s, rel=0.05)
+
+
 def test_a_page_has_no_losses_where_looking_at_one_would_wait(tmp_path: Path) -> None:
     """Losses that are given are shown; of what the engine itself has seen, nothing made the host wait."""
     budgets = {"device": "8MiB", "cpu": "16MiB"}

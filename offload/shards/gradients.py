@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Container
 
@@ -26,6 +27,8 @@ from offload.planning.units import Unit, Where
 from offload.shards.copies import Copies
 from offload.shards.gradients_on_device import GradientsOnDevice
 from offload.shards.shard import Event, Shard, State
+from offload.spans import CPU_ADAM
+from offload.stats import Counters
 from offload.torch_private import no_dispatch, no_functions, storage_at
 
 WIDEN_NUMEL = 1 << 20  # elements that are widened at once
@@ -93,13 +96,22 @@ class Gradients:
     """Gradients of one engine. See the module's text."""
 
     def __init__(
-        self, plan: Plan, copies: Copies, mover: Mover, there: GradientsOnDevice | None = None, *, deadline_s: float
+        self,
+        plan: Plan,
+        copies: Copies,
+        mover: Mover,
+        counters: Counters,
+        there: GradientsOnDevice | None = None,
+        *,
+        deadline_s: float,
     ) -> None:
         """Begin with none; `there` computes on those that wait on the device, where the host cannot."""
         self._there = there
         self._request = plan.request
         self._copies = copies
         self._mover = mover
+        self._counters = counters
+        self._took_s, self._took_bytes = 0.0, 0  # since there was a span of that
         self._accumulate = plan.request.accumulate
         self._may_widen = bool(plan.wide_bytes)
         self._deadline_s = deadline_s
@@ -156,17 +168,25 @@ class Gradients:
         shard, gradient = self._copies.of(index, Role.GRAD), self._gradients[index]
         if widen:
             self._widen(shard)
-        unit, dtype = shard.unit, self.dtype(shard.unit)
+        unit, dtype, numel = shard.unit, self.dtype(shard.unit), shard.unit.slots[slot].numel
+        begin, adds = time.perf_counter(), gradient.arrived[slot]
         total = cpu_adam.take_gradient(
             src=source,
             src_dtype=KERNEL_DTYPE[unit.dtype],
             dst=self._address(shard, slot, dtype),
             dst_dtype=dtype,
-            numel=unit.slots[slot].numel,
-            add=gradient.arrived[slot],
+            numel=numel,
+            add=adds,
             measure=final,
         )
+        end = time.perf_counter()
+        self._took_s += end - begin
+        self._took_bytes += numel * (KERNEL_DTYPE[unit.dtype].itemsize + (2 if adds else 1) * dtype.itemsize)
         self._arrive(shard, slot, total if final else None, final=final)
+        if len(gradient.missing) == len(gradient.arrived):  # a whole unit
+            if not self._request.device_is_host:  # else it is a part of the pass
+                self._counters.spans.add(CPU_ADAM, f"gradients: {unit.name}", end - self._took_s, end, self._took_bytes)
+            self._took_s, self._took_bytes = 0.0, 0
 
     def _keep(
         self, there: GradientsOnDevice, where: Where, gradient: torch.Tensor, *, final: bool, widen: bool

@@ -220,9 +220,11 @@ class MicroBatch:
 class SharedGradients(Gradients):
     """Gradients of an engine that is one of several ranks: nobody sees one as a whole when they have been added up."""
 
-    def __init__(self, plan: Plan, copies: Copies, mover: Mover, batch: MicroBatch, *, deadline_s: float) -> None:
+    def __init__(
+        self, plan: Plan, copies: Copies, mover: Mover, counters: Counters, batch: MicroBatch, *, deadline_s: float
+    ) -> None:
         """Begin with none; `batch` has those of the micro-batch under way."""
-        super().__init__(plan, copies, mover, deadline_s=deadline_s)
+        super().__init__(plan, copies, mover, counters, deadline_s=deadline_s)
         self._batch = batch
         self._exchanges = batch.exchanges
 

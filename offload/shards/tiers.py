@@ -155,9 +155,11 @@ class Tiers:
                 ranks.agree("taking memory")  # as above: all of it, but for what gradients want
                 self.shared = MicroBatch(plan, self.ranks, host, claim, counters, standing)
             if self.shared is None:
-                self.gradients = Gradients(plan, self.copies, self.mover, there, deadline_s=deadline_s)
+                self.gradients = Gradients(plan, self.copies, self.mover, counters, there, deadline_s=deadline_s)
             else:
-                self.gradients = SharedGradients(plan, self.copies, self.mover, self.shared, deadline_s=patience_s)
+                self.gradients = SharedGradients(
+                    plan, self.copies, self.mover, counters, self.shared, deadline_s=patience_s
+                )
             # Registering page-locks: not for the region, which gives memory back.
             if store is not None and host.size_bytes:
                 store.register_buffer(host.base_address, host.size_bytes)
