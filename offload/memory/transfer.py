@@ -346,7 +346,7 @@ class Mover(Protocol):
         """
 
     def end_computing(self, what: str, begun: object) -> None:
-        """Count the seconds that the device takes for what it was given since a moment, as those of `what`."""
+        """Count the seconds that the device takes for what it was given since a moment, beside its waits, as `what`."""
 
     def begin_waiting(self) -> object | None:
         """Return the moment of the device when it has come so far, likewise."""
