@@ -164,6 +164,7 @@ NO_TABLE = {
     f"{MEMORY}.accelerator.AcceleratorMover._follow": "its callers are in the tables",
     f"{MEMORY}.accelerator.AcceleratorDevice.synchronize": "likewise",
     f"{SHARDS}.tiers.Tiers.close": "test_an_engine_that_ends_waits_for_what_is_queued leaves it out",
+    "offload.engine.Engine._spans": "test_what_the_device_updates_itself_is_computing misses it",
     "offload.measuring._median_s": "it measures",
     "offload.measuring._passes_s": "it measures",
     "offload.measuring._link_rate": "it measures",
