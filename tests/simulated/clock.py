@@ -299,8 +299,9 @@ class Actor:
 class VirtualErrands(Generic[T]):
     """Stands for threads that do errands, what is urgent first: they are actors."""
 
-    def __init__(self, threads: int, name: str) -> None:
+    def __init__(self, threads: int, name: str, begin: Callable[[], object] = lambda: None) -> None:
         self._name = name
+        self._begin = begin
         self._count = itertools.count()
         self._queue: list[tuple[bool, int, Callable[[int], T], VirtualFuture]] = []
         self._idle: list[Actor] = []
@@ -340,6 +341,7 @@ class VirtualErrands(Generic[T]):
             self._actors.pop().join()
 
     def _work(self, number: int, actor: Actor) -> None:
+        self._begin()
         while self.open or self._queue:
             if self._queue:
                 _, _, errand, future = heapq.heappop(self._queue)
@@ -354,8 +356,13 @@ class VirtualErrands(Generic[T]):
 class VirtualExecutor:
     """Stands for a ThreadPoolExecutor: its workers are actors."""
 
-    def __init__(self, max_workers: int = 1, thread_name_prefix: str = "worker") -> None:
-        self._errands = VirtualErrands[Any](max_workers, thread_name_prefix)
+    def __init__(
+        self,
+        max_workers: int = 1,
+        thread_name_prefix: str = "worker",
+        initializer: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._errands = VirtualErrands[Any](max_workers, thread_name_prefix, initializer)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> VirtualFuture:
         """Have a worker call a function."""
