@@ -48,7 +48,7 @@ class Workload:
 
     Attributes:
         pattern: read, write or both.
-        total_bytes: moved in all.
+        total_bytes: to move: as many whole objects as they have, at least one.
         object_bytes: moved by one operation.
     """
 
@@ -320,7 +320,7 @@ class Ours:
         """See :class:`Contender`."""
         plan = plan_operations(workload, place.extents, place.base_address, place.memory_bytes, self.weights)
         with open_engine(self.settings, place, registered=self.registered) as aio:
-            return timed(workload.total_bytes, lambda: wait_all(aio.submit(plan)))
+            return timed(sum(job.length for job in plan), lambda: wait_all(aio.submit(plan)))
 
 
 def timed(moved_bytes: int, action: Callable[[], object]) -> Sample:
