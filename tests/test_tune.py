@@ -42,7 +42,7 @@ from offload.cli.drive.tune import (
 from offload.errors import ConfigError
 from offload.memory import drives as known
 from offload.memory import machine
-from swap.errors import SwapFullError
+from swap.errors import SwapError, SwapFullError
 from swap.io.aio import engines_available
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -93,6 +93,15 @@ def test_nearly_full_drive_is_refused_before_anything_is_written(tmp_path: Path)
     seen: list[str] = []
     with pytest.raises(SwapFullError, match="free space or name a directory on another drive"):
         tune(Options(paths=(tmp_path,)), lambda what, *_: seen.append(what), free_space=lambda path: 100 * MIB)
+    assert seen == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_used_is_refused_before_another_one_is_measured(tmp_path: Path) -> None:
+    """Nobody can create a file in /proc."""
+    seen: list[str] = []
+    options = Options(paths=(tmp_path, Path("/proc")), smoke=True)
+    with pytest.raises(SwapError, match="swap path /proc"):
+        tune(options, lambda what, *_: seen.append(what), free_space=lambda path: GIB)
     assert seen == [] and list(tmp_path.iterdir()) == []
 
 
@@ -269,6 +278,16 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
     assert not any("date" in key or "time" in key for key in stored)
 
 
+def test_files_of_many_paths_together_have_room_for_an_object_each(tmp_path: Path) -> None:
+    """A third of 32 MiB would be less than the 16 MiB of one."""
+    paths = tuple(tmp_path / name for name in "abc")
+    for path in paths:
+        path.mkdir()
+    alone = [PathReport(path, 32 * MIB, 32 * MIB, FACTS) for path in paths]
+    found = _together(Options(paths=paths, smoke=True), 32 * MIB, alone, lambda *_: None).report
+    assert found.size_bytes == 48 * MIB and {row.case for row in found.rows} == {"read", "write"}
+
+
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
 def test_the_commit_is_that_of_the_checkout() -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -374,6 +393,17 @@ def test_settings_are_kept_unless_told_otherwise(
     assert ("kept in" in capsys.readouterr().out) == kept
     found = known.recall(tmp_path)
     assert (found is not None and (found.read_gb_s, found.write_gb_s) == (2.0, 1.0)) == kept
+
+
+def test_figures_of_the_page_cache_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached, drive = tmp_path / "cached", tmp_path / "drive"
+    found = [PathReport(path, MIB, MIB, FACTS | {"direct": path == drive}) for path in (cached, drive)]
+    for one in found:
+        one.sweep, one.suggested = [Swept(Settings(), 2.0, 1.0, 0.0)], Settings()
+    monkeypatch.setattr(known, "cache_file", lambda: tmp_path / "drives.json")
+    monkeypatch.setattr(known, "device_of", lambda path: path.name)
+    assert keep_suggestions(Report(Options(paths=(cached, drive)), {}, None, found)) == known.cache_file()
+    assert known.recall(drive) is not None and known.recall(cached) is None
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from offload.cli.drive.measure import (
     Workspace,
     idle_latencies,
     latencies_under_writes,
+    open_unlinked,
     timed,
 )
 from offload.cli.drive.results import (
@@ -207,11 +208,12 @@ def keep_suggestions(report: Report) -> Path | None:
     """Keep each drive's suggested settings for the engine; returns the file, None where there is nothing to keep.
 
     Threads that had no io_uring beside them were not chosen: an engine takes it as soon as it works here.
+    Figures of the page cache are not kept: beside those of a real drive, they would draw most bytes to the slow one.
     """
     file = None
     for one in report.paths:
         found = one.best
-        if one.path is not None and found is not None:
+        if one.path is not None and found is not None and one.facts["direct"]:
             chosen = any(swept.settings.engine == "io_uring" for swept in one.sweep)
             settings = found.settings if chosen else dataclasses.replace(found.settings, engine="auto")
             measured = drives.Measured(
@@ -360,6 +362,8 @@ def tune(
     """
     asked = SMOKE_SIZE_BYTES if options.smoke and options.size_bytes is None else options.size_bytes
     sizes = {path: usable_size(asked, free_space(path), path, options.least_size_bytes) for path in options.paths}
+    for path, size in sizes.items():  # before any is measured, which takes minutes
+        os.close(open_unlinked(path, size).fd)
     runs = [_one_path(options, path, sizes[path], progress, peers()) for path in options.paths]
     charge(options, [run.report for run in runs])
     if len(runs) > 1:
@@ -446,13 +450,13 @@ def _together(options: Options, size: int, alone: Sequence[PathReport], progress
     :func:`offload.memory.drives.store_options`.
     """
     paths = options.paths
-    size = size // len(paths) // MIB * MIB * len(paths)  # paths may share a drive
+    share = max(size // len(paths) // MIB * MIB, OBJECT_BYTES)  # paths may share a drive
     found = [one.best for one in alone if one.best is not None]
     ours = Ours(Settings(engine=engines_available()[0]))
     if len(found) == len(paths):
         best = max(found, key=lambda swept: swept.score)
         ours = Ours(best.settings, weights=tuple(swept.score for swept in found))
-    with Workspace(paths, size, Settings().footprint_bytes) as place:
+    with Workspace(paths, share * len(paths), Settings().footprint_bytes) as place:
         total = PathReport(None, place.size_bytes, min(report.sample_bytes for report in alone), {"paths": len(paths)})
         run = Run(total, place, options, progress)
         run.expect(2 + 2 * run.rounds * (1 + len(paths)))
@@ -499,9 +503,9 @@ def _conditions(facts: dict[str, Any]) -> list[str]:
     if refusal := uring_refusal():
         notes.append(f"io_uring cannot be used here: {refusal}")
     if facts["in_memory"]:
-        notes.append("this file system keeps its files in memory: these are not figures of a drive")
+        notes.append("this file system keeps its files in memory: these are not figures of a drive, and not kept")
     elif not facts["direct"]:
-        notes.append("no direct I/O here: these are figures of the page cache")
+        notes.append("no direct I/O here: these are figures of the page cache, and not kept")
     if machine.transparent_huge_pages() == "never":
         notes.append("huge pages are off: reads and writes cost more (see `offload doctor`)")
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
