@@ -28,7 +28,7 @@ from offload.engine import Engine
 from offload.kernels import cpu_adam
 from offload.kernels.optimizers import SGD
 from offload.memory import drives
-from offload.memory.arena import HOST, HostArena, bytes_at
+from offload.memory.arena import HOST, HostArena, bytes_at, fill_with_noise
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
@@ -599,6 +599,7 @@ _DRIVE = ("write", "read", "mixed")
 def _drive_rates(paths: Sequence[Path]) -> dict[str, float]:
     """Return bytes per second of the drives together, through a store as an engine has one."""
     arena = HostArena(Tier.HOST, _OBJECTS * _OBJECT_BYTES)
+    fill_with_noise(arena.base_address, arena.size_bytes)  # some drives and file systems do not write zeros
     items = [(number, arena.base_address + number * _OBJECT_BYTES, _OBJECT_BYTES) for number in range(_OBJECTS)]
 
     def start(store: SwapStore, way: str) -> list[StoreTicket]:
@@ -609,6 +610,12 @@ def _drive_rates(paths: Sequence[Path]) -> dict[str, float]:
 
     seconds: dict[str, list[float]] = {way: [] for way in _DRIVE}
     with SwapStore(list(paths), 3 * _OBJECTS * _OBJECT_BYTES, **drives.store_options(paths)) as store:
+        if not store.direct:
+            warnings.warn(
+                f"measuring: without direct I/O (O_DIRECT) in {', '.join(map(str, paths))}, speeds of the drive may be "
+                "those of main memory; name a directory on another file system",
+                stacklevel=2,
+            )
         for _ in range(1 + _LEAST):
             for way in _DRIVE:
                 begin = time.perf_counter()

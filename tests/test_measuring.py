@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +33,9 @@ from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.work import Blank, Call, work_of
 from offload.sizes import MIB
 from offload.spec import Hyper
+from swap import SwapStore
 from swap.errors import SwapFullError
+from swap.store import StoreTicket
 
 
 class Model(nn.Module):
@@ -347,6 +352,33 @@ def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path, monkeypatch:
     offload.plan(model, batch=[torch.ones(1, 128)], hardware="here", **options)
     (known,) = json.loads(Here(open_device("cpu")).file.read_text()).values()
     assert ["queue_depth 2" in name for name in known if "drive " in name].count(True) == 2
+
+
+def test_a_drive_is_measured_with_bytes_that_cannot_be_compressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros may never reach it."""
+    packed: list[int] = []
+
+    class Looking(SwapStore):
+        def put_many(self, items: Sequence[tuple[Any, int, int]]) -> list[StoreTicket]:
+            packed.extend(len(zlib.compress(ctypes.string_at(address, size), 1)) for _, address, size in items)
+            return super().put_many(items)
+
+    monkeypatch.setattr(measuring, "SwapStore", Looking)
+    monkeypatch.setattr(measuring, "_OBJECT_BYTES", MIB)
+    assert min(measuring._drive_rates([tmp_path]).values()) > 0
+    assert min(packed) >= MIB
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_drive_that_is_the_page_cache_is_told(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(SwapStore, "direct", direct)
+    measuring._drive_rates([tmp_path])
+    told = [str(one.message) for one in recwarn]
+    assert any(f"without direct I/O (O_DIRECT) in {tmp_path}" in text for text in told) == (not direct)
 
 
 def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

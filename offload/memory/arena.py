@@ -12,6 +12,7 @@ import itertools
 import logging
 import mmap
 import os
+import random
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ import torch
 
 from offload.errors import BudgetError
 from offload.memory.budget import Tier
-from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up
+from offload.sizes import HUGE_PAGE_BYTES, MIB, PAGE_BYTES, format_bytes, round_up
 from offload.torch_private import no_dispatch, no_functions, storage_at
 
 logger = logging.getLogger(__name__)
@@ -249,3 +250,11 @@ def views_at(
 def bytes_at(address: int, size_bytes: int, place: torch.device) -> torch.Tensor:
     """Return a tensor of `size_bytes` bytes over memory that somebody else owns."""
     return view_at(storage_at(address, size_bytes, place), torch.uint8, 0, (size_bytes,))
+
+
+def fill_with_noise(address: int, length: int) -> None:
+    """Fill memory with bytes that no drive can compress."""
+    generator = random.Random(0)
+    for start in range(0, length, MIB):
+        part = min(MIB, length - start)
+        ctypes.memmove(address + start, generator.randbytes(part), part)

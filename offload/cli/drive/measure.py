@@ -13,10 +13,8 @@ nobody looks at the bytes.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
-import random
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -170,7 +168,7 @@ class Workspace:
             SwapFullError: not enough room on a drive.
             SwapError: a directory cannot be used.
         """
-        from offload.memory.arena import HostArena
+        from offload.memory.arena import HostArena, fill_with_noise
         from offload.memory.budget import Tier
 
         with contextlib.ExitStack() as undo:
@@ -181,7 +179,7 @@ class Workspace:
                 undo.callback(os.close, files[-1].fd)
             self._memory = HostArena(Tier.HOST, memory_bytes)
             undo.callback(self._memory.close)
-            _fill_with_noise(self._memory.base_address, memory_bytes)
+            fill_with_noise(self._memory.base_address, memory_bytes)
             self._undo = undo.pop_all()
         self.files = tuple(files)
         self.size_bytes = sum(file.size_bytes for file in files)
@@ -218,14 +216,6 @@ class Workspace:
         """
         for file in self.files:
             reserve(file, file.size_bytes)
-
-
-def _fill_with_noise(address: int, length: int) -> None:
-    """Fill memory with bytes that no drive can compress (blocks of 1 MiB, each from a seed of its own)."""
-    generator = random.Random(0)
-    for start in range(0, length, MIB):
-        part = min(MIB, length - start)
-        ctypes.memmove(address + start, generator.randbytes(part), part)
 
 
 # ---- our contenders ----
