@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ _ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_backward.default
 class Here:
     """This machine, as far as it was measured; what was not is measured when it is asked for.
 
+    A context manager: at its end, however that comes, what was measured is kept.
+
     Attributes:
         file: that keeps it.
     """
@@ -86,6 +89,18 @@ class Here:
         self._name = f"{device.name()}; {cpu_name()}; torch {torch.__version__}; {threads}"
         known = {} if again else read_kept(self.file).get(self._name)
         self._known: dict[str, Any] = known if isinstance(known, dict) else {}
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is known; whoever cannot write measures again next time."""
+        try:
+            keep(self.file, self._name, self._known)
+        except OSError as refusal:
+            logger.warning("measurements: not kept in %s (%s)", self.file, refusal)
 
     @property
     def operators(self) -> int:
@@ -120,7 +135,6 @@ class Here:
         forward_s, backward_s = (
             sum(alone[kernel] * many for kernel, many in part.items()) for part in (work.forward, work.backward)
         )
-        self._keep()
         return dataclasses.replace(
             work,
             measured_s=(forward_s, backward_s),
@@ -199,7 +213,6 @@ class Here:
             drive = self._value(f"drive {names}", lambda: _drive_rates(paths), _DRIVE)
         beside = not self._device.addressable
         host = self._value("the host's part of a step", lambda: _host_costs(self._device), _HOST_COSTS)
-        self._keep()
         return Hardware(
             name="this machine",
             flops_16=products[torch.bfloat16],
@@ -237,13 +250,6 @@ class Here:
         if not is_one:
             self._known[name] = measure()
         return self._known[name]
-
-    def _keep(self) -> None:
-        """Write what is known; whoever cannot write measures again next time."""
-        try:
-            keep(self.file, self._name, self._known)
-        except OSError as error:
-            logger.warning("measurements: not kept in %s (%s)", self.file, error)
 
 
 def _operators(kernels: Iterable[Kernel]) -> tuple[str, ...]:

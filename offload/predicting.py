@@ -346,7 +346,7 @@ def _measured(
         if asked.threads is not None:
             asking.enter_context(contextlib.closing(cpu_adam.Threads(asked.threads)))
         try:
-            known = Here(open_device(asked.device), again=again)
+            known = asking.enter_context(Here(open_device(asked.device), again=again))
             machine = known.hardware(
                 spec,
                 state_dtype=asked.state_dtype,

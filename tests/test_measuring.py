@@ -20,7 +20,7 @@ import offload
 from offload import measuring
 from offload.cli.doctor import diagnose, gather
 from offload.cli.main import main
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.kernels import cpu_adam
 from offload.measuring import Here, seconds_of
 from offload.memory import drives, limits
@@ -157,11 +157,11 @@ def test_threads_that_end_and_kernels_that_do_not_tell_have_not_queued(tmp_path:
 
 def test_twice_the_operators_take_twice_the_seconds() -> None:
     device = open_device("cpu")
-    here = Here(device)
     machine = offload.Hardware.load("desktop")
     x = torch.ones(4, 64)
     one, two = (work_of(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count))), [x]) for count in (1, 2))
-    (first, _), (second, _) = (here.timed(work, machine).measured_s or (0.0, 0.0) for work in (one, two))
+    with Here(device) as here:
+        (first, _), (second, _) = (here.timed(work, machine).measured_s or (0.0, 0.0) for work in (one, two))
     (known,) = json.loads(here.file.read_text()).values()
     product = next(known[str(kernel.call)] for kernel in one.forward if kernel.flops)
     assert second - first == pytest.approx(product)
@@ -379,6 +379,37 @@ def test_a_drive_that_is_the_page_cache_is_told(
     measuring._drive_rates([tmp_path])
     told = [str(one.message) for one in recwarn]
     assert any(f"without direct I/O (O_DIRECT) in {tmp_path}" in text for text in told) == (not direct)
+
+
+def test_what_was_measured_before_a_refusal_or_an_interrupt_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drive is full, behind all other rates; then Ctrl-C, at the second operator."""
+    seconds = iter([1.0])
+
+    def measured(call: Call, device: Device) -> float:
+        for one in seconds:
+            return one
+        raise KeyboardInterrupt
+
+    def full(paths: Sequence[Path]) -> dict[str, float]:
+        raise SwapFullError("swap path d: full")
+
+    monkeypatch.setattr(measuring, "seconds_of", measured)
+    monkeypatch.setattr(measuring, "_engine_rates", lambda *_: dict.fromkeys(measuring._RATES, 1e9))
+    monkeypatch.setattr(measuring, "_host_costs", lambda *_: dict.fromkeys(measuring._HOST_COSTS, 1e-6))
+    for name in ("_streamed_rate", "_product_rate", "_copy_rate"):
+        monkeypatch.setattr(measuring, name, lambda *_: 1e9)
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "_drive_rates", full)
+        with pytest.raises(ConfigError, match="could not be measured: swap path d: full"):
+            planned(nvme_path=tmp_path, offload_optimizer="nvme")
+    rates = gather().rates_measured
+    assert any(rate.startswith("memory of host") for rate in rates)
+    with pytest.raises(KeyboardInterrupt):
+        planned()
+    assert gather().operators_measured == 1
+    assert set(rates) < set(gather().rates_measured)
 
 
 def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
