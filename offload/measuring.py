@@ -259,7 +259,7 @@ def _operators(kernels: Iterable[Kernel]) -> tuple[str, ...]:
 
 def _is_measured(value: object) -> bool:
     """Tell whether it is a number that may have been measured: seconds, or something per second."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-12 < value < 1e18
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-15 < value < 1e18
 
 
 def _in_words(name: str, part: str, value: float) -> str:
