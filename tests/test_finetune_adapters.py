@@ -13,11 +13,13 @@ import torch
 from finetuning import CHAT, chats, make_model_folder, make_tokenizer, write_rows
 from harness import assert_same_tensors
 
+import offload
 from offload.cli import main as cli
 from offload.cli.finetune import report
 from offload.cli.finetune import run as finetune
 from offload.cli.finetune.progress import Progress
 from offload.cli.finetune.settings import FinetuneError, Settings
+from offload.cli.models import load_engine, load_tokenizer, read_causal_model
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -263,6 +265,97 @@ def test_what_cannot_be_generated_or_merged(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "plain" / name).unlink()
     assert "expected a tokenizer beside the model but there is none" in refused("generate", *plain, "--prompt", "a")
+
+
+def save_adapters(model: Any, folder: Path, *targets: str) -> Any:
+    """Save adapters that change the model, as PEFT does; returns the model with them."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
+    made = peft.get_peft_model(model, config)
+    made.save_pretrained(folder)
+    return made
+
+
+def merged(folder: Path, adapter: Path, out: Path) -> dict[str, torch.Tensor]:
+    words = ["merge", "--model", str(folder), "--adapter", str(adapter), "--out", str(out), *BUDGETS]
+    assert cli.main(words) == 0
+    return dict(safetensors.load_file(out / "model.safetensors"))
+
+
+def assert_saved_as(found: dict[str, torch.Tensor], truth: Any, folder: Path) -> None:
+    truth.merge_and_unload().save_pretrained(folder)
+    assert_same_tensors(found, dict(safetensors.load_file(folder / "model.safetensors")))
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "Llama4ForConditionalGeneration"])
+def test_adapters_of_a_part_of_the_model_and_of_all_of_it(kind: str, tmp_path: Path) -> None:
+    """``finetune`` trains the text part of a model that sees; others train the whole."""
+    text: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    text |= {"hidden_size": 32, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_local_experts": 2}
+    seen: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28}
+    seen |= {"num_attention_heads": 2, "patch_size": 14, "vision_output_dim": 32}
+    seen |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    config = transformers.Llama4Config(text_config={"vocab_size": 64, **text}, vision_config=seen)
+    transformers.Llama4ForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    model = getattr(transformers, kind).from_pretrained(tmp_path / "base")
+    truth = save_adapters(model, tmp_path / "adapter", "q_proj")
+    found = merged(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_saved_as(found, truth, tmp_path / "truth")
+
+
+def test_adapters_of_a_model_whose_files_have_no_head(tmp_path: Path) -> None:
+    make_model_folder(tmp_path / "model", tie_word_embeddings=True)
+    transformers.AutoModel.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    truth = save_adapters(model, tmp_path / "adapter", "q_proj")
+    found = merged(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert_saved_as(found, truth, tmp_path / "truth")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_on_embeddings(target: str, tied: bool, tmp_path: Path) -> None:
+    """PEFT saves the embeddings beside such adapters: they take the place of the model's own, as PEFT loads them."""
+    make_model_folder(tmp_path / "model", tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        model.get_submodule("lm_head" if target == "lm_head" else "model.embed_tokens").weight.mul_(2)
+    truth = save_adapters(model, tmp_path / "adapter", "q_proj", target)
+    assert any(".base_layer." in name for name in adapters(tmp_path / "adapter"))
+    found = merged(tmp_path / "model", tmp_path / "adapter", tmp_path / "out")
+    assert_saved_as(found, truth, tmp_path / "truth")
+
+
+def test_embeddings_of_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model_folder(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.resize_token_embeddings(300)
+    save_adapters(model, tmp_path / "adapter", "lm_head")
+    words = ["merge", "--model", str(tmp_path / "model"), "--adapter", str(tmp_path / "adapter"), "--out", "out"]
+    assert cli.main([*words, *BUDGETS]) == 1
+    assert "but got (300, 16); call resize_token_embeddings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ImportError("no gptqmodel"), RuntimeError("GPU is required"), ValueError("new")])
+def test_what_transformers_refuses_is_an_error_of_the_folder(
+    error: Exception, trained: tuple[Path, report.Report, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = trained[0] / "model"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", refuse)
+    for load in (lambda: load_engine(folder, None, {"device": "cpu"}), lambda: read_causal_model(folder)):
+        with pytest.raises(offload.ConfigError, match=f"^model {folder}: cannot be loaded: {error}$"):
+            load()
+
+
+def test_a_damaged_tokenizer_is_an_error_of_the_folder(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(offload.ConfigError, match=f"^model {tmp_path}: its tokenizer cannot be loaded: "):
+        load_tokenizer(tmp_path)
 
 
 def test_adapters_that_cannot_be_trained(trained: tuple[Path, report.Report, str]) -> None:

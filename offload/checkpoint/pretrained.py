@@ -142,7 +142,7 @@ def _kind(kind: type | None, config: Any, path: str | os.PathLike[str], transfor
         if kind is None:
             raise ConfigError(
                 f"{path}: expected a config.json whose architectures are classes of transformers but got {names}; pass "
-                "cls="
+                "cls= to offload.load_pretrained"
             )
     if hasattr(kind, "from_config"):  # an Auto class
         with torch.device("meta"):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload.classes import import_transformers
 from offload.cli.heavy import is_quantized, quantization_of
-from offload.errors import ConfigError
+from offload.errors import ConfigError, OffloadError
+from swap.errors import SwapError
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ def load_tokenizer(folder: Path, chat_template: Path | None = None) -> PreTraine
         )
     try:
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the library tokenizers raises this very class
         raise ConfigError(f"model {folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
     if chat_template is not None:
         try:
@@ -93,7 +94,7 @@ def read_causal_model(folder: Path) -> tuple[torch.nn.Module, Weights | None]:
 
     from offload.checkpoint.pretrained import read_pretrained, tell_differences
 
-    try:
+    with _told(folder):
         whole = _why_whole(folder)
         if whole is None:
             return read_pretrained(folder, AutoModelForCausalLM, "auto", {})
@@ -104,10 +105,21 @@ def read_causal_model(folder: Path) -> tuple[torch.nn.Module, Weights | None]:
         model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
         tell_differences(folder, model, info)
         return model, None
-    except ConfigError:
+
+
+@contextlib.contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Raise what transformers and its quantizers refuse as an error of the model's folder.
+
+    Raises:
+        ConfigError: the ``with`` block cannot load the model.
+    """
+    try:
+        yield
+    except (OffloadError, SwapError):
         raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {folder}: cannot be loaded: {error}") from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"model {folder}: cannot be loaded: {' '.join(str(error).split())}") from error
 
 
 def _why_whole(folder: Path) -> str | None:
@@ -194,22 +206,53 @@ def load_engine(folder: Path, adapter: Path | None, options: dict[str, Any]) -> 
         BudgetError: the budgets cannot hold the model.
         swap.SwapError: the NVMe path is missing, not writable, or full.
     """
-    from offload.checkpoint.pretrained import read_pretrained
     from offload.config import Config
     from offload.engine import Engine
 
     require_model(folder)
     config = Config.load(options)
     with quiet_transformers():
-        model, weights = (
-            read_causal_model(folder) if is_quantized(folder) else read_pretrained(folder, None, "auto", {})
-        )
+        model, weights = _read(folder, adapter)
         with contextlib.nullcontext() if weights is None else contextlib.closing(weights):
-            adapted: Any = model if adapter is None else _adapted(model, adapter)
-            return Engine(adapted, None, config, weights=weights)
+            return Engine(model, None, config, weights=weights)
 
 
-def _adapted(model: Any, adapter: Path) -> Any:
+def _read(folder: Path, adapter: Path | None) -> tuple[Any, Weights | None]:
+    """Return a model, with adapters if there are some, and where its values are.
+
+    It is of the class that config.json names. If the adapters do not fit that one, it is what ``finetune`` reads, which
+    may be a part of it.
+
+    Raises:
+        ConfigError: a folder is not what it should be.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if is_quantized(folder):
+        model, weights = read_causal_model(folder)
+        return model if adapter is None else _adapted(model, weights, adapter), weights
+    refusals = []
+    for kind in (None, AutoModelForCausalLM):
+        try:
+            return _read_as(kind, folder, adapter)
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _read_as(kind: type | None, folder: Path, adapter: Path | None) -> tuple[Any, Weights]:
+    """Return a model of a class, with adapters if there are some, and where its values are."""
+    from offload.checkpoint.pretrained import read_pretrained
+
+    with _told(folder), contextlib.ExitStack() as files:
+        model, weights = read_pretrained(folder, kind, "auto", {})
+        files.callback(weights.close)
+        adapted = model if adapter is None else _adapted(model, weights, adapter)
+        files.pop_all()
+        return adapted, weights
+
+
+def _adapted(model: Any, weights: Weights | None, adapter: Path) -> Any:
     """Return a model with adapters, which are in memory; the model's own parameters stay on the meta device."""
     try:
         from peft import PeftConfig
@@ -220,19 +263,21 @@ def _adapted(model: Any, adapter: Path) -> Any:
             f"adapter {adapter}: expected a folder with adapter_config.json and {ADAPTER_FILES[0]}, as PEFT saves it"
         )
     try:
-        return _with_values(model, PeftConfig.from_pretrained(str(adapter), inference_mode=True), adapter)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        return _with_values(model, weights, PeftConfig.from_pretrained(str(adapter), inference_mode=True), adapter)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError) as error:
         lines = [line.strip() for line in str(error).splitlines()] or [repr(error)]
         raise ConfigError(
             f"adapter {adapter}: cannot be put on the model in {model.name_or_path}: {' '.join(lines[:2])}"
         ) from error
 
 
-def _with_values(model: Any, config: Any, adapter: Path) -> Any:
+def _with_values(model: Any, weights: Weights | None, config: Any, adapter: Path) -> Any:
     """Return a model with the adapters that a folder has.
 
+    If it has embeddings, too, as PEFT saves those that are adapted, their values are noted in `weights`.
+
     Raises:
-        ValueError: the folder has other tensors than the adapters, or they change the model's own parameters.
+        ValueError: the folder has other tensors, or its adapters change the model's own parameters when they are made.
     """
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
     from peft.utils import load_peft_weights
@@ -247,9 +292,19 @@ def _with_values(model: Any, config: Any, adapter: Path) -> Any:
         adapted = get_peft_model(model, config)
     values = load_peft_weights(str(adapter), device="cpu")
     names = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
-    if names != values.keys():
-        others = sorted(names ^ values.keys())
+    own = dict(adapted.named_parameters(remove_duplicate=False))
+    embeddings = (values.keys() - names) & own.keys()
+    others = sorted((names ^ values.keys()) - embeddings)
+    if others:
         raise ValueError(f"{len(others)} tensors are missing or unexpected, such as {others[0]}")
+    for name in embeddings:
+        if own[name].shape != values[name].shape:
+            raise ValueError(
+                f"tensor {name}: expected shape {tuple(own[name].shape)} but got {tuple(values[name].shape)}; call "
+                "resize_token_embeddings, then PeftModel.from_pretrained, and pass the model to offload.Engine"
+            )
+        if weights is not None:
+            weights.parameters[id(own[name])] = values.pop(name).to(own[name].dtype)
     set_peft_model_state_dict(adapted, values)
     return adapted.eval()
 
