@@ -320,6 +320,51 @@ def test_an_export_for_dcp_is_whole_or_not_there(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_an_export_that_fails_leaves_nothing(
+    form: str,
+    saved: tuple[Run, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the next one is not refused; an empty folder that is there, as a mounted drive, stays there."""
+    output = tmp_path / "out"
+    output.mkdir()
+    inode = output.stat().st_ino
+    words = ["checkpoint", "export", str(saved[1]), "--to", form, "--output", str(output), "--max-shard-size", "2KiB"]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if form == "safetensors":
+            patch.setattr(Path, "write_text", full)  # of the index, behind all shards
+        elif form == "torch":
+            patch.setattr("torch.save", lambda _, stream: (stream.write(b"part"), full()))
+        else:
+            patch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+        assert cli.main(words) == 1
+    assert "out: cannot be written to (ENOSPC 28" in capsys.readouterr().err
+    assert not os.listdir(output) and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert cli.main(words) == 0
+    assert output.stat().st_ino == inode and os.listdir(output)
+
+
+def test_export_of_muon_for_dcp(tmp_path: Path) -> None:
+    """torch's class refuses parameters of one dimension."""
+    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.Muon(net.parameters(), lr=0.01)
+    with Engine(net, optimizer, **everything_on_device()) as engine:
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        optimizer.step()
+        engine.save_checkpoint(tmp_path / "saved")
+    words = ["checkpoint", "export", str(tmp_path / "saved"), "--to", "dcp", "--output", str(tmp_path / "dcp")]
+    assert cli.main(words) == 0
+    names = torch.distributed.checkpoint.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    assert "optimizer.state.0.weight.momentum_buffer" in names
+
+
 def test_commands_are_quick_and_say_what_they_want(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["checkpoint", "verfy", "x"])

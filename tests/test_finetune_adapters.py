@@ -358,6 +358,54 @@ def test_a_damaged_tokenizer_is_an_error_of_the_folder(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_what_merge_says_before_it_merges(
+    trained: tuple[Path, report.Report, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A size, a tokenizer; errors of the model and of the swap store are not those of the output."""
+    base = ["merge", "--model", str(trained[0] / "model"), "--out", str(tmp_path / "out"), *BUDGETS]
+    words = [*base, "--adapter", str(trained[0] / "whole" / "adapter")]
+
+    def refused(*words: str) -> str:
+        assert cli.main(words) == 1
+        assert not list(tmp_path.glob("*out*"))
+        return capsys.readouterr().err
+
+    (tmp_path / "file").write_text("")
+    swap = ["--nvme-path", str(tmp_path / "file" / "nowhere"), "--nvme-memory", "64MiB", "--offload-param", "nvme"]
+    nowhere = refused(*words, *swap)
+    assert "nowhere: " in nowhere and "--out" not in nowhere
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.cli.merge.load_engine", None)
+        assert "--max-shard-size: " in refused(*words, "--max-shard-size", "2GX")
+        assert "--max-shard-size: expected bytes" in refused(*words, "--max-shard-size", "50%")
+        shutil.copytree(trained[0] / "whole" / "adapter", tmp_path / "adapter")
+        (tmp_path / "adapter" / "tokenizer.json").write_text("no")
+        assert "its tokenizer cannot be loaded" in refused(*base, "--adapter", str(tmp_path / "adapter"))
+
+
+def test_merge_into_the_folder_where_it_is(
+    trained: tuple[Path, report.Report, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot be renamed, as a mounted drive cannot. A tokenizer may be one file alone."""
+    shutil.copytree(trained[0] / "whole" / "adapter", tmp_path / "adapter")
+    shutil.copytree(trained[0] / "model", tmp_path / "model")
+    for side in ("adapter", "model"):
+        (tmp_path / side / "tokenizer_config.json").unlink()
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    words = ["merge", "--model", str(tmp_path / "model"), "--adapter", str(tmp_path / "adapter"), "--out", "."]
+    assert cli.main([*words, "--max-shard-size", "8KiB", *BUDGETS]) == 0
+    assert f"with the tokenizer of {tmp_path / 'model'}" in capsys.readouterr().out
+    found = sorted(path.name for path in Path().iterdir())
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(found) and found[0][0] != "."
+
+
 def test_adapters_that_cannot_be_trained(trained: tuple[Path, report.Report, str]) -> None:
     folder, *_ = trained
     with pytest.raises(

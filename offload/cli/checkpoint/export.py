@@ -22,6 +22,7 @@ from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.format.writer import FileWriter
 from offload.checkpoint.restoring import fp32_values, read_tensor, read_weights, trained_of
 from offload.checkpoint.safetensors_files import INDEX, SINGLE
+from offload.cli.folders import written_whole
 from offload.errors import CheckpointError
 
 BUFFER_PREFIX = "buffer:"
@@ -44,7 +45,9 @@ def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, dea
         The files.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or a file is there already, or one that would be read instead.
+        CheckpointError: the checkpoint is damaged, or the folder cannot be written to, or a file is there already, or
+            one that would be read instead.
+        swap.SwapFullError: no room on the drive.
     """
     shards: list[list[tuple[str, Entry]]] = [[]]
     size = 0
@@ -60,24 +63,26 @@ def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, dea
             size = 0
         shards[-1].append((name, entry))
         size += entry.size_bytes
-    output.mkdir(parents=True, exist_ok=True)
     old = sorted(path for name in (SINGLE, INDEX, SHARDS) for path in output.glob(name))
     if old:
         raise CheckpointError(f"{old[0]}: is there already; readers would mix both up; name another folder")
     source, files, weights = Source(path, index), [], {}
-    with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as reading:
-        with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as writing:
+    with written_whole(output) as new:
+        with (
+            Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as reading,
+            Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as writing,
+        ):
             for number, shard in enumerate(shards, start=1):
                 counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-                files.append(output / f"model{counted}.safetensors")
-                _write_shard(files[-1], source, shard, reading, writing)
-                weights.update({name: files[-1].name for name, _ in shard})
-    if len(shards) > 1:
-        total = sum(entry.size_bytes for shard in shards for _, entry in shard)
-        files.append(output / INDEX)
-        listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-        files[-1].write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
-    return files
+                files.append(f"model{counted}.safetensors")
+                _write_shard(new / files[-1], source, shard, reading, writing)
+                weights.update({name: files[-1] for name, _ in shard})
+        if len(shards) > 1:
+            total = sum(entry.size_bytes for shard in shards for _, entry in shard)
+            files.append(INDEX)
+            listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            (new / INDEX).write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
+    return [output / name for name in files]
 
 
 def _write_shard(
@@ -97,7 +102,6 @@ def _write_shard(
     except BaseException:
         writing.settle()
         writer.close()
-        file.unlink(missing_ok=True)
         raise
 
 
@@ -108,9 +112,9 @@ def export_torch(path: Path, index: Index, output: Path, deadline_s: float) -> P
     in memory meanwhile.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or the file is there already.
+        CheckpointError: the checkpoint is damaged, or the folder cannot be written to, or the file is there already.
+        swap.SwapFullError: no room on the drive.
     """
-    output.mkdir(parents=True, exist_ok=True)
     file = output / "checkpoint.pt"
     if file.exists():
         raise CheckpointError(f"{file}: is there already; name another folder")
@@ -122,7 +126,8 @@ def export_torch(path: Path, index: Index, output: Path, deadline_s: float) -> P
         saved = decode(index.contents["optimizer"], values.__getitem__)
         if saved is not None:
             result["optimizer"] = _optimizer_dict(index, saved, found, source, staging)
-    torch.save(result, file)
+    with written_whole(output) as new, (new / file.name).open("wb") as stream:  # given a path, it raises RuntimeError
+        torch.save(result, stream)
     return file
 
 

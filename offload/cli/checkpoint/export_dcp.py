@@ -6,11 +6,7 @@ states. Next: :mod:`offload.cli.checkpoint.operations`.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
-import secrets
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,11 +26,10 @@ from offload.checkpoint.format.reader import Source
 from offload.checkpoint.format.safetensors import DTYPES
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.restoring import fp32_values, read_tensor, trained_of
+from offload.cli.folders import REMEDY, written_whole
 from offload.errors import CheckpointError
 from offload.memory.machine import free_space
 from swap.errors import SwapFullError, format_bytes
-
-REMEDY = "free space, or name a folder on another drive"
 
 
 def export_dcp(path: Path, index: Index, output: Path, deadline_s: float) -> list[Path]:
@@ -56,9 +51,11 @@ def export_dcp(path: Path, index: Index, output: Path, deadline_s: float) -> lis
         CheckpointError: the checkpoint is damaged, or the folder is not empty or cannot be written to.
         swap.SwapFullError: no room on the drive.
     """
-    with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as staging, _folder(output) as new:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output}: is there already; name another folder")
+    with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as staging, written_whole(output) as new:
         content = _Content(Source(path, index), index, staging)
-        _refuse_if_full(new, sum(_bytes_of(content.tree)))
+        _refuse_if_full(output, new, sum(_bytes_of(content.tree)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of one process, which is meant
             try:
@@ -135,7 +132,7 @@ class _Content:
 def _defaults(kind: str) -> dict[str, Any]:
     """Return the options of torch's class of this name, which its loader wants all to be there; none without one."""
     made = getattr(torch.optim, kind, None)
-    return {} if made is None else dict(made([torch.zeros(1)]).defaults)
+    return {} if made is None else dict(made([torch.zeros(1, 1)]).defaults)
 
 
 class _Streaming(DefaultSavePlanner):
@@ -151,33 +148,13 @@ class _Streaming(DefaultSavePlanner):
         return self._content.read(index.fqn) if later else super().lookup_object(index)
 
 
-@contextlib.contextmanager
-def _folder(output: Path) -> Iterator[Path]:
-    """Yield a new folder that gets the name `output` if the block ends well, and is deleted if it does not.
-
-    Raises:
-        CheckpointError: there is something under that name, or it cannot be made.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: is there already; name another folder")
-    new = output.absolute().with_name(f".{output.name}-{secrets.token_hex(4)}")
-    try:
-        new.mkdir(parents=True)
-        yield new
-        os.replace(new, output)
-    except OSError as error:
-        raise _refused(output, error) from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def _refuse_if_full(folder: Path, size_bytes: int) -> None:
-    free = free_space(folder)
+def _refuse_if_full(output: Path, new: Path, size_bytes: int) -> None:
+    free = free_space(new)
     if free < size_bytes:
         raise SwapFullError(
-            f"{folder.parent}: the export needs {format_bytes(size_bytes)} but {format_bytes(free)} are free",
+            f"{output}: the export needs {format_bytes(size_bytes)} but {format_bytes(free)} are free",
             errno=errno.ENOSPC,
-            path=str(folder.parent),
+            path=str(output),
             remedy=REMEDY,
         )
 
@@ -197,11 +174,3 @@ def _cause(error: CheckpointException) -> Exception:
         if isinstance(failure, Exception):
             return failure
     return CheckpointError(f"the writer of torch.distributed.checkpoint has failed: {error}")
-
-
-def _refused(output: Path, error: OSError) -> Exception:
-    if isinstance(error, SwapFullError):
-        return error
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SwapFullError(f"{output}: cannot be written to", errno=error.errno, path=str(output), remedy=REMEDY)
-    return CheckpointError(f"{output}: cannot be written to: {error.strerror or error}; name another folder")
