@@ -358,13 +358,19 @@ def test_a_damaged_tokenizer_is_an_error_of_the_folder(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_what_merge_says_before_it_merges(
+def full_drive(*_: Any, **__: Any) -> None:
+    from safetensors import SafetensorError
+
+    raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def test_what_merge_says_instead_of_merging(
     trained: tuple[Path, report.Report, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A size, a tokenizer; errors of the model and of the swap store are not those of the output."""
+    """A size, a tokenizer, a full drive; errors of the swap store are not those of the output."""
     base = ["merge", "--model", str(trained[0] / "model"), "--out", str(tmp_path / "out"), *BUDGETS]
     words = [*base, "--adapter", str(trained[0] / "whole" / "adapter")]
 
@@ -377,6 +383,9 @@ def test_what_merge_says_before_it_merges(
     swap = ["--nvme-path", str(tmp_path / "file" / "nowhere"), "--nvme-memory", "64MiB", "--offload-param", "nvme"]
     nowhere = refused(*words, *swap)
     assert "nowhere: " in nowhere and "--out" not in nowhere
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", full_drive)
+        assert "out: cannot be written to: I/O error: No space left" in refused(*words)
     with monkeypatch.context() as patch:
         patch.setattr("offload.cli.merge.load_engine", None)
         assert "--max-shard-size: " in refused(*words, "--max-shard-size", "2GX")

@@ -14,7 +14,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from offload.cli.folders import written_whole
+from offload.cli.folders import REMEDY, written_whole
 from offload.cli.models import (
     TOKENIZER_FILES,
     load_engine,
@@ -25,7 +25,7 @@ from offload.cli.models import (
 )
 from offload.cli.options import option
 from offload.config import DtypeName
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 from offload.sizes import Share, parse_bytes
 
 _files = functools.partial(option, "what to merge")
@@ -70,9 +70,14 @@ def run(settings: MergeSettings, engine_options: Mapping[str, Any]) -> None:
     tokenizer, note = _tokenizer(settings)  # before the hours that merging may take
     engine = load_engine(settings.model, settings.adapter, dict(engine_options))
     with contextlib.closing(engine), quiet_transformers(), written_whole(out, f"out {out}") as folder:
+        from safetensors import SafetensorError
+
         from offload.integrations.peft import merge_and_save
 
-        merge_and_save(engine, folder, dequantize=settings.dequantize, max_shard_size=settings.shard_bytes())
+        try:
+            merge_and_save(engine, folder, dequantize=settings.dequantize, max_shard_size=settings.shard_bytes())
+        except SafetensorError as error:  # also for a full drive
+            raise CheckpointError(f"out {out}: cannot be written to: {error}; {REMEDY}") from error
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     print(f"wrote {out}{note}")
