@@ -106,6 +106,8 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+_parametrize: Any = torch.nn.utils.parametrize
+_set_memory: Callable[[torch.Tensor, torch.Tensor], None] = _parametrize._maybe_set
 _steps = sys.modules[torch.optim.Optimizer.__module__]
 _HOOKS_OF_STEPS = {
     name: getattr(_steps, name) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -229,6 +231,19 @@ def function_modes() -> list[Any]:
 def changes_buffers(module: torch.nn.Module) -> bool:
     """Tell whether a module is one of torch's that changes its buffers in place in each forward."""
     return isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
+
+
+def _set_other_memory(own: torch.Tensor, new: torch.Tensor) -> None:
+    if own is not new or type(own).set_ is not torch.Tensor.set_:  # whose class decides by itself
+        _set_memory(own, new)
+
+
+def keep_versions_where_parametrized() -> None:
+    """Let no parametrization give a tensor the memory that it has, which torch counts as a change in place.
+
+    PEFT registers one in each forward of a layer whose parameter it adapts.
+    """
+    _parametrize._maybe_set = _set_other_memory
 
 
 def is_of_a_transform(tensor: torch.Tensor) -> bool:

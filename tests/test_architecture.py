@@ -134,8 +134,9 @@ PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| imp
 USES_PRIVATE_TORCH = {"offload.torch_private"}
 ASKS_KIND = re.compile(r"\btorch\.(cuda|accelerator|xpu|mps)\b|\bdevice\.type (==|!=|in|not in)|\.is_(cuda|cpu)\b")
 KNOWS_DEVICES = {f"offload.memory.{name}" for name in ("accelerator", "devices", "page_lock")}
-# file -> the one private attribute of another object that it may write: a tensor of our own class, one of torch's own
+# file -> the one private attribute of another object that it may write: a tensor of our own class, two of torch's own
 WRITES_PRIVATE = {"offload.module.handles": "_incoming", "offload.optim.takeover": "_opt_called"}
+WRITES_PRIVATE |= {"offload.torch_private": "_maybe_set"}
 MAY_PRINT = {f"offload.{name}" for name in ("__main__", "cli.main", "cli.finetune.run", "cli.finetune.progress")}
 MAY_PRINT |= {"offload.cli.drive.command", "offload.cli.checkpoint.operations"}
 MAY_PRINT |= {f"offload.cli.{name}" for name in ("completion", "generate", "merge", "plan", "scale", "top")}

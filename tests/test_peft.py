@@ -37,6 +37,7 @@ KINDS: dict[str, Callable[[], Any]] = {
         r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
     ),
     "both": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens", "lm_head"], init_lora_weights=False),
+    "experts": lambda: peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
     "tokens": lambda: peft.LoraConfig(
         r=4, target_modules=["q_proj"], trainable_token_indices=[1, 5], init_lora_weights=False
     ),
@@ -45,11 +46,12 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 def build(kind: str, dtype: torch.dtype = torch.float32, *, tied: bool = False, **sizes: int) -> Any:
     torch.manual_seed(0)
-    config = BY_NAME["llama"].build().config
+    base = BY_NAME["qwen3_moe" if kind == "experts" else "llama"].build()
+    config = base.config
     config.tie_word_embeddings = tied
     for name, size in sizes.items():
         setattr(config, name, size)
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    model = type(base)(config).to(dtype)
     model = peft.get_peft_model(model, KINDS[kind](), autocast_adapter_dtype=False)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import assert_same_tensors, nvme
+from harness import assert_same_tensors, everything_on_device, nvme
+from models import VOCABULARY, architecture
 from torch import nn
 from trainers import LR, SMALL, assert_close, rows
 
 from offload import Engine
+from offload.classes import is_a
+from offload.planning.partition import find_units
 from offload.wrappers import inner_tensors
 
 peft = pytest.importorskip("peft")
@@ -31,6 +34,21 @@ pytestmark = [
 TASK = {"task_type": "CAUSAL_LM"}
 FEW = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 ALL = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}
+EXPERTS = {"target_modules": "all-linear"}  # which are parameters of three dimensions
+OF_EXPERTS = architecture(
+    "of experts",
+    "Qwen3MoeConfig",
+    "Qwen3MoeForCausalLM",
+    hidden_size=32,
+    intermediate_size=64,
+    moe_intermediate_size=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCABULARY,
+)
 TOTAL = 20  # steps that AdaLoRA plans
 
 
@@ -42,11 +60,13 @@ class Method:
         config: of the adapters.
         quantize: what is done to the base model before it gets them.
         dtype: of the base model and of the adapters.
+        base: makes the base model.
     """
 
     config: Callable[[], Any]
     quantize: Callable[[Any], Any] = lambda base: base
     dtype: torch.dtype = torch.float32
+    base: Callable[[], Any] = SMALL.build
 
 
 def by_torchao(config: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -75,6 +95,7 @@ METHODS = {
     "LoRA": Method(lambda: peft.LoraConfig(r=4, **FEW, **TASK)),
     "LoRA, all linear": Method(lambda: peft.LoraConfig(r=4, **ALL, **TASK)),
     "LoRA, bfloat16": Method(lambda: peft.LoraConfig(r=4, **ALL, **TASK), dtype=torch.bfloat16),
+    "LoRA, experts": Method(lambda: peft.LoraConfig(r=4, **EXPERTS, **TASK), base=OF_EXPERTS.build),
     "DoRA": Method(lambda: peft.LoraConfig(r=4, use_dora=True, **FEW, **TASK)),
     "PiSSA": Method(lambda: peft.LoraConfig(r=4, init_lora_weights="pissa", **FEW, **TASK)),
     "IA3": Method(lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
@@ -101,7 +122,7 @@ METHODS = {
         by_torchao(lambda ao: ao.Int8WeightOnlyConfig(set_inductor_config=False)),
     ),
 }
-QUICK = ("LoRA, all linear", "LoRA, bfloat16", "DoRA", "AdaLoRA", "prefix", "QLoRA, torchao int8")
+QUICK = ("LoRA, all linear", "LoRA, bfloat16", "LoRA, experts", "DoRA", "AdaLoRA", "prefix", "QLoRA, torchao int8")
 CASES = [
     *(pytest.param(name, 4, id=name) for name in QUICK),
     *(pytest.param(name, TOTAL, id=f"{name}, {TOTAL} steps", marks=pytest.mark.nightly) for name in METHODS),
@@ -118,7 +139,7 @@ class Run:
 def build(name: str) -> Any:
     method = METHODS[name]
     torch.manual_seed(0)
-    base = method.quantize(SMALL.build().to(method.dtype).requires_grad_(False))
+    base = method.quantize(method.base().to(method.dtype).requires_grad_(False))
     torch.manual_seed(1)
     fp32 = method.dtype is torch.float32  # otherwise PEFT makes adapters of fp32 in a model of bf16
     model = peft.get_peft_model(base, method.config(), autocast_adapter_dtype=fp32).train()
@@ -222,6 +243,38 @@ def test_training_is_that_of_plain_peft(name: str, steps: int, tmp_path: Path) -
     rest = train(name, range(steps // 2, steps), in_memory, load=tmp_path / "run")
     assert (rest.losses, rest.norms) == (ours.losses[steps // 2 :], ours.norms[steps // 2 :])
     assert_same_tensors(rest.state, ours.state)
+
+
+def test_a_forward_around_experts_has_their_adapters_beside_them() -> None:
+    """All at once, before it views any: a unit that is viewed cannot make room for a large one."""
+    experts = nn.ParameterDict({name: nn.Parameter(torch.ones(4, 32, 32)) for name in ("up", "down")})
+    base = nn.Sequential(nn.Linear(32, 32), nn.ModuleDict({"experts": experts}))
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.up", "experts.down"])
+    model = peft.get_peft_model(base, config)
+    tree = find_units(model, max_unit_bytes=4096)
+    layers = [module for module in model.modules() if is_a(module, "peft", "ParamWrapper")]
+    assert len(layers) == 2
+    for layer in layers:
+        below = {id(parameter) for parameter in layer.parameters()}
+        lent = {id(parameter) for index in tree.leases[layer] for parameter in tree.parameters[index]}
+        assert below <= lent
+
+
+@pytest.mark.parametrize("place", ["device", "nvme", "recompute"])
+def test_gradients_of_experts_are_those_of_plain_peft(place: str, tmp_path: Path) -> None:
+    """To the last bit: wherever the base is, and if backward repeats the forward, which parametrizes its modules."""
+    plain, model = build("LoRA, experts"), build("LoRA, experts")
+    plain(**batch(0)).loss.backward()
+    options = everything_on_device() if place == "device" else nvme(model, tmp_path, unit_bytes=4096)
+    if place == "recompute":
+        options["activations"] = place
+    with Engine(model, adamw(model), **options) as engine:
+        engine.backward(engine(**batch(0)).loss)
+        with engine.gather_gradients():
+            ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        engine.step()
+        engine._manager.check()
+    assert_same_tensors(ours, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
 
 
 def test_a_model_that_transformers_has_quantized_is_saved_as_by_itself(tmp_path: Path) -> None:

@@ -45,7 +45,14 @@ from offload.module.unannounced import UnannouncedUses
 from offload.planning.partition import UnitTree
 from offload.planning.units import Where
 from offload.shards.manager import Manager
-from offload.torch_private import in_backward, is_transformed, may_have_hooks, no_subclasses, wraps_what_is_made
+from offload.torch_private import (
+    in_backward,
+    is_transformed,
+    keep_versions_where_parametrized,
+    may_have_hooks,
+    no_subclasses,
+    wraps_what_is_made,
+)
 
 # Modules that some engine manages, so that a second one can be refused.
 _managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -156,6 +163,7 @@ class Hooks:
 
     def attach(self) -> None:
         """Register all hooks."""
+        keep_versions_where_parametrized()
         for module in self._leases:
             # First, because hooks of the user may use parameters (the older weight_norm computes the weight in one).
             before = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)

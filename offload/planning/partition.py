@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.classes import is_a
 from offload.errors import ConfigError
 from offload.planning.units import Unit, Where, aligned_numel, lay_out
 from offload.torch_private import no_subclasses
@@ -184,7 +185,8 @@ def find_units(
     module_names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if next(module.parameters(), None) is not None:
-            own = [places[id(p)][0] for p in leaves(module.parameters(recurse=False))]
+            adapts = is_a(module, "peft", "ParamWrapper")  # a parameter below it, by others that are below it
+            own = [places[id(p)][0] for p in leaves(module.parameters(recurse=adapts))]
             needed = [*roots.get(module, []), *own]
             leases[module] = tuple(dict.fromkeys(needed))
             module_names[module] = name
