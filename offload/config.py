@@ -302,10 +302,11 @@ class Config:
 
     def absolute(self) -> Config:
         """Return the same options, whose NVMe directories stay where they are if the working directory changes."""
-        paths = tuple(path.absolute() for path in self.paths())
+        paths = [str(path.absolute()) for path in self.paths()]
+        given: Paths | None = (paths[0] if len(paths) == 1 else paths) if paths else None
         if self.run_dir is None:
-            return dataclasses.replace(self, nvme_path=paths or None)
-        return dataclasses.replace(self, run_dir=paths)
+            return dataclasses.replace(self, nvme_path=given)
+        return dataclasses.replace(self, run_dir=given)
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:

@@ -133,7 +133,7 @@ def take_spans(parts: Parts, manager: Manager) -> Recorded:
             ]
             for lane in (NVME_READ, NVME_WRITE)
         }
-        recorded = recorded.beside(Recorded.of(drive, PAST_TRANSFERS))
+        recorded = recorded.beside(Recorded.of(drive, dict.fromkeys(drive, PAST_TRANSFERS)))
     return recorded
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 STEP, COMPUTE = "step", "compute"
@@ -22,6 +22,7 @@ COLLECTIVES = "collectives"  # with other ranks
 LANES = (STEP, COMPUTE, WAIT, UPDATES, CPU_ADAM, H2D, D2H, NVME_READ, NVME_WRITE, COLLECTIVES)
 
 KEPT = 4096  # spans per lane, which take less than a MiB
+LONGER = {D2H: 4}  # so many times as many: each gradient leaves an accelerator by itself
 SHORTEST_WAIT_S = 1e-5  # what is waited for no longer than that had arrived
 
 
@@ -54,11 +55,13 @@ class Spans:
     """
 
     def __init__(self, kept: int = KEPT) -> None:
-        """Begin with nothing; each lane keeps its last `kept` spans."""
-        self._kept = kept
+        """Begin with nothing; each lane keeps its last `kept` spans, and those of `LONGER` more."""
+        self._kept = {lane: kept * LONGER.get(lane, 1) for lane in LANES}
         self._waits = threading.Lock()  # others go without: each appends to one ring or copies one, in one go
         # Bare tuples: they take a quarter of the time, and garbage collection soon forgets them.
-        self._rings: dict[str, deque[tuple[str, float, float, int]]] = {lane: deque(maxlen=kept) for lane in LANES}
+        self._rings: dict[str, deque[tuple[str, float, float, int]]] = {
+            lane: deque(maxlen=most) for lane, most in self._kept.items()
+        }
         self.waited: dict[str, float] = {}
         self._stood: deque[tuple[float, float]] = deque(maxlen=kept)  # beginnings and ends; no two of them overlap
         self.passes: dict[str, float] = {}
@@ -110,9 +113,9 @@ class Recorded(NamedTuple):
     complete_from: float
 
     @classmethod
-    def of(cls, lanes: dict[str, list[Span]], kept: int) -> Recorded:
+    def of(cls, lanes: dict[str, list[Span]], kept: Mapping[str, int]) -> Recorded:
         """Return the spans of lanes, each in the order in which they were kept; a lane of `kept` may have lost some."""
-        full = [spans[0].end for spans in lanes.values() if len(spans) >= kept]
+        full = [spans[0].end for lane, spans in lanes.items() if len(spans) >= kept[lane]]
         spans = sorted((span for spans in lanes.values() for span in spans), key=lambda span: span.begin)
         return cls(spans, max(full, default=0.0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import json
 import os
 import shutil
@@ -298,8 +299,9 @@ def test_an_export_for_dcp_is_whole_or_not_there(
         return capsys.readouterr().err
 
     (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "lost+found").mkdir()  # as on a drive that was just formatted
     (tmp_path / "there" / "file").write_text("")
-    assert "there: is there already; name another folder" in refused(tmp_path / "there")
+    assert "there: expected an empty folder, or nothing, but it has " in refused(tmp_path / "there")
     assert "cannot be written to" in refused(tmp_path / "there" / "file" / "below")
     before = sorted(tmp_path.iterdir())
     with monkeypatch.context() as patch:
@@ -320,6 +322,15 @@ def test_an_export_for_dcp_is_whole_or_not_there(
     assert sorted(tmp_path.iterdir()) == before
 
 
+class Full(io.BytesIO):
+    """A file on a drive that soon has no room."""
+
+    def write(self, content: Any) -> int:
+        if self.tell() > 500:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(content)
+
+
 @pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
 def test_an_export_that_fails_leaves_nothing(
     form: str,
@@ -330,7 +341,7 @@ def test_an_export_that_fails_leaves_nothing(
 ) -> None:
     """So the next one is not refused; an empty folder that is there, as a mounted drive, stays there."""
     output = tmp_path / "out"
-    output.mkdir()
+    (output / "lost+found").mkdir(parents=True)
     inode = output.stat().st_ino
     words = ["checkpoint", "export", str(saved[1]), "--to", form, "--output", str(output), "--max-shard-size", "2KiB"]
 
@@ -341,14 +352,17 @@ def test_an_export_that_fails_leaves_nothing(
         if form == "safetensors":
             patch.setattr(Path, "write_text", full)  # of the index, behind all shards
         elif form == "torch":
-            patch.setattr("torch.save", lambda _, stream: (stream.write(b"part"), full()))
+            save = torch.save
+            patch.setattr("torch.save", lambda result, _: save(result, Full()))
         else:
             patch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
         assert cli.main(words) == 1
     assert "out: cannot be written to (ENOSPC 28" in capsys.readouterr().err
-    assert not os.listdir(output) and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert os.listdir(output) == ["lost+found"] and not [
+        path for path in tmp_path.iterdir() if path.name.startswith(".")
+    ]
     assert cli.main(words) == 0
-    assert output.stat().st_ino == inode and os.listdir(output)
+    assert output.stat().st_ino == inode and len(os.listdir(output)) > 1
 
 
 def test_export_of_muon_for_dcp(tmp_path: Path) -> None:

@@ -311,8 +311,9 @@ def programs() -> Iterator[tuple[str, ...]]:
     """Return the macros of programs: every rule with all states, and every format with one of them."""
     dtypes = device_kernels._DTYPES.values()
     formats = list(itertools.product(dtypes, ("kSplit", *device_kernels._EMITS.values())))
-    steps = itertools.product(device_kernels._RULES.values(), device_kernels._STATES.values())
-    for (rule, states), (gradient, master) in zip(steps, itertools.cycle(formats)):
+    steps = list(itertools.product(device_kernels._RULES.values(), device_kernels._STATES.values()))
+    assert len(formats) >= len(steps)
+    for (rule, states), (gradient, master) in zip(itertools.cycle(steps), formats):
         yield "STEP", f"RULE={rule}", f"STATES={states}", f"GRADIENT={gradient}", f"MASTER={master}"
     for dtype, other in itertools.product(dtypes, dtypes):
         yield "MOVE", f"FROM={dtype}", f"TO={other}"

@@ -73,6 +73,7 @@ def test_the_working_directory_changes(tmp_path: Path, monkeypatch: pytest.Monke
     other.mkdir()
     monkeypatch.chdir(tmp_path)
     with trained(Path("swap"), TIGHT) as engine:
+        assert engine.config.nvme_path == str(swap)  # one, as it was given, for whoever writes options to JSON
         monkeypatch.chdir(other)
         state = engine.state_dict()
         assert mappings(swap)

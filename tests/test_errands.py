@@ -11,6 +11,14 @@ from offload.memory.errands import Errands
 DEADLINE_S = 60.0
 
 
+def test_what_fails_at_the_beginning_of_a_thread_is_told() -> None:
+    errands: Errands[int] = Errands(1, "test", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        errands.submit(lambda _: 1, urgent=False).result(10)
+    assert errands.submit(lambda _: 2, urgent=False).result(10) == 2
+    errands.close()
+
+
 def test_what_is_urgent_comes_first_and_the_rest_in_order() -> None:
     errands: Errands[int] = Errands(1, "test")
     begun, may_end, done = threading.Event(), threading.Event(), []

@@ -225,7 +225,7 @@ def test_generate_and_merge(
     assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
     generated(capsys, "--model", str(tmp_path / "merged"), "--prompt", "say ab", "--chat")
     assert cli.main(merge) == 1
-    assert "merged: is there already; name another folder" in capsys.readouterr().err
+    assert "merged: expected an empty folder, or nothing, but it has " in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "truth"]
 
 
@@ -393,6 +393,7 @@ def test_what_merge_says_instead_of_merging(
         shutil.copytree(trained[0] / "whole" / "adapter", tmp_path / "adapter")
         (tmp_path / "adapter" / "tokenizer.json").write_text("no")
         assert "its tokenizer cannot be loaded" in refused(*base, "--adapter", str(tmp_path / "adapter"))
+        assert "file/below: cannot be written to: Not a directory" in refused(*words, "--out", f"{tmp_path}/file/below")
 
 
 def test_merge_into_the_folder_where_it_is(

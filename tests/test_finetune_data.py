@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from offload import SGD, Engine
 from offload.cli.finetune.data import load_data
 from offload.cli.finetune.packing import Packed, fitted, require_apart
+from offload.cli.finetune.past import Past
 from offload.cli.finetune.rendering import Renderer
 from offload.cli.finetune.rows import Row, read_rows
 from offload.cli.finetune.run import evaluate, take_step
@@ -106,6 +107,16 @@ def test_contents_in_parts_and_tools_as_text(tokenizer: Any) -> None:
     assert counted(tokenizer, row)[0] == counted(tokenizer, {"messages": [QUESTION, ANSWER]})[0]
     template = "{{ tools[0]['name'] }}" + CHAT
     assert counted(tokenizer, {**row, "tools": '[{"name": "add"}]'}, template=template)[0].startswith("add<|im_start|>")
+
+
+def test_nulls_in_messages_are_no_keys_but_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some templates ask whether content is None, which some versions of transformers leave them."""
+    tokenizer, seen = make_tokenizer(), list[Any]()
+    call = [{"function": {"name": "f", "arguments": {}}}]
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda messages, **_: seen.append(messages) or "")
+    row = {"messages": [{**QUESTION, "tool_calls": None}, {"role": "assistant", "content": None, "tool_calls": call}]}
+    Renderer(tokenizer, everything=True).tokens(Row("here", row))
+    assert seen[0] == [QUESTION, {"role": "assistant", "content": None, "tool_calls": call}]
 
 
 @pytest.mark.parametrize(
@@ -307,6 +318,19 @@ def test_digests_tell_apart_what_is_held_out_and_asked(tokenizer: Any, tmp_path:
     assert len({each["tokens of the data"] for each in found}) == 1
     assert len({each["tokens held out"] for each in found}) == 3
     assert len({each["tokens of the prompt"] for each in found}) == 2
+
+
+def test_a_run_goes_on_with_the_same_data_alone(tmp_path: Path) -> None:
+    names = ("tokens of the data", "tokens held out", "tokens of the prompt")
+    run, digests = settings(tmp_path / "rows.jsonl", steps=2), dict.fromkeys(names, "a")
+    state = Past().to_state(run, digests, {})
+    assert Past.of_state(state, run, digests).done == 0
+    for name in names:
+        with pytest.raises(FinetuneError, match=f"resume: expected {name} 'a' but got 'b'"):
+            Past.of_state(state, run, {**digests, name: "b"})
+    for name in names[1:]:  # older checkpoints do not have them
+        del state["data"][name]
+    assert Past.of_state(state, run, {**digests, "tokens held out": "b"}).done == 0
 
 
 # --- batches ---

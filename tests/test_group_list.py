@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,30 @@ def test_a_durable_run_goes_on_with_its_rates(of: str, tmp_path: Path) -> None:
 
     once = rates(tmp_path / "once", (8,))
     assert rates(tmp_path / "often", (2, 5, 8)) == once and len(set(once)) == 4
+
+
+class _Large:
+    """What a reader has in a variable."""
+
+
+class _Reader:
+    """Reads rates in a method, as trainers do."""
+
+    def read(self, groups: GroupList) -> weakref.ref[_Large]:
+        large = _Large()
+        assert groups[0]["lr"] == 1.0
+        found = weakref.ref(large)
+        del large
+        assert found() is None
+        return found
+
+
+def test_looking_at_readers_keeps_nothing_of_theirs() -> None:
+    groups = GroupList([{"params": [], "lr": 1.0}])
+    groups.begin_run()
+    _Reader().read(groups)
+    large = _Large()
+    assert [group["lr"] for group in groups] == [1.0]
+    found = weakref.ref(large)
+    del large
+    assert found() is None

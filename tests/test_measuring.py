@@ -377,6 +377,7 @@ def test_a_drive_that_is_the_page_cache_is_told(
     direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     monkeypatch.setattr(SwapStore, "direct", direct)
+    monkeypatch.setattr(measuring, "_OBJECT_BYTES", 4096)
     measuring._drive_rates([tmp_path])
     told = [str(one.message) for one in recwarn]
     assert any(f"without direct I/O (O_DIRECT) in {tmp_path}" in text for text in told) == (not direct)

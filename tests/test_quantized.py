@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import AdamW, BudgetError, CheckpointError, ConfigError, Engine, StateError, plan
-from offload.checkpoint.restoring import read_state_dict
+from offload.checkpoint.format.index import Index
+from offload.checkpoint.restoring import read_state_dict, refuse_quantized
 from offload.cli import main as cli
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -466,6 +467,10 @@ def test_a_checkpoint_is_not_exported_without_its_scales(
         assert not (tmp_path / form).exists()
     with pytest.raises(CheckpointError, match="expected plain weights but"):
         read_state_dict(tmp_path / "run")
+    index = Index.read(path / "index.json")
+    del index.contents["quantized"]  # as older ones are
+    with pytest.raises(CheckpointError, match=r"expected plain weights but blocks\.\d\.base\.weight is quantized"):
+        refuse_quantized(path, index)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -43,6 +43,18 @@ def test_a_lane_forgets_its_oldest_and_no_other() -> None:
     assert kept.complete_from == 2.5  # the oldest that is there: one before it may have ended just then
 
 
+def test_copies_to_the_host_are_kept_longer() -> None:
+    """There is one for each gradient: a step of many micro-batches has thousands."""
+    spans = Spans(kept=3)
+    for number in range(13):
+        spans.add("d2h", f"copy {number}", number, number + 0.5, 7)
+        if number == 11:
+            assert spans.recorded().complete_from == 0.5  # full: one may have been forgotten
+    kept = spans.recorded()
+    assert [span.name for span in kept.spans] == [f"copy {number}" for number in range(1, 13)]
+    assert kept.complete_from == 1.5
+
+
 def test_what_is_there_already_is_no_wait() -> None:
     spans = Spans()
     spans.add_wait("updates", 1.0, 1.000001)

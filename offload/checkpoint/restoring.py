@@ -72,7 +72,9 @@ def refuse_quantized(path: Path, index: Index) -> None:
     Raises:
         CheckpointError: it has some.
     """
-    for name in (*index.contents.get("wrappers", ()), *index.contents.get("quantized", ())):
+    integers = (e.name for e in index.entries if e.role == PARAMETER and e.dtype in ("U8", "I8"))
+    quantized = index.contents.get("quantized", integers)  # which older checkpoints do not tell
+    for name in (*index.contents.get("wrappers", ()), *quantized):
         raise CheckpointError(
             f"checkpoint {path}: expected plain weights but {name} is quantized; make the model, load it with "
             "engine.load_checkpoint, and save it with engine.save_pretrained, or with offload.peft.merge_and_save and "

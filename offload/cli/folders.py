@@ -14,9 +14,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from offload.errors import CheckpointError
-from swap.errors import SwapError, SwapFullError
 
 REMEDY = "free space, or name a folder on another drive"
+
+
+def things_in(output: Path) -> str | None:
+    """Return what is in the way of files in a folder, in words; None for an empty one, or where nothing is there."""
+    if not output.exists():
+        return None
+    if not output.is_dir():
+        return "is no folder"
+    found = sorted(file.name for file in output.iterdir() if file.name != "lost+found")  # of a mounted drive
+    return f"has {', '.join(found[:3])}" if found else None
 
 
 @contextlib.contextmanager
@@ -33,6 +42,8 @@ def written_whole(output: Path, subject: str = "") -> Iterator[Path]:
         CheckpointError: it cannot be written to.
         swap.SwapFullError: no room on the drive.
     """
+    from swap.errors import SwapError, SwapFullError  # not there without the extensions: doctor says so
+
     output = output.absolute()
     there = output.exists()
     name = f".{output.name}-{secrets.token_hex(4)}"

@@ -14,7 +14,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
-from offload.cli.folders import REMEDY, written_whole
+from offload.cli.folders import REMEDY, things_in, written_whole
 from offload.cli.models import (
     TOKENIZER_FILES,
     load_engine,
@@ -64,22 +64,23 @@ def run(settings: MergeSettings, engine_options: Mapping[str, Any]) -> None:
         swap.SwapError: the NVMe path is missing, not writable, or full, or the drive of the output is full.
     """
     out = settings.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out {out}: is there already; name another folder")
+    there = things_in(out)
+    if there is not None:
+        raise ConfigError(f"out {out}: expected an empty folder, or nothing, but it {there}; name another folder")
     require_model(settings.model)
     tokenizer, note = _tokenizer(settings)  # before the hours that merging may take
-    engine = load_engine(settings.model, settings.adapter, dict(engine_options))
-    with contextlib.closing(engine), quiet_transformers(), written_whole(out, f"out {out}") as folder:
+    with quiet_transformers(), written_whole(out, f"out {out}") as folder:
         from safetensors import SafetensorError
 
         from offload.integrations.peft import merge_and_save
 
-        try:
-            merge_and_save(engine, folder, dequantize=settings.dequantize, max_shard_size=settings.shard_bytes())
-        except SafetensorError as error:  # also for a full drive
-            raise CheckpointError(f"out {out}: cannot be written to: {error}; {REMEDY}") from error
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        with contextlib.closing(load_engine(settings.model, settings.adapter, dict(engine_options))) as engine:
+            try:
+                merge_and_save(engine, folder, dequantize=settings.dequantize, max_shard_size=settings.shard_bytes())
+            except SafetensorError as error:  # also for a full drive
+                raise CheckpointError(f"out {out}: cannot be written to: {error}; {REMEDY}") from error
     print(f"wrote {out}{note}")
 
 

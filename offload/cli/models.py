@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from offload.classes import import_transformers
 from offload.cli.heavy import is_quantized, quantization_of
 from offload.errors import ConfigError, OffloadError
-from swap.errors import SwapError
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +113,8 @@ def _told(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: the ``with`` block cannot load the model.
     """
+    from swap.errors import SwapError  # which is not there without the extensions: doctor says so
+
     try:
         yield
     except (OffloadError, SwapError):

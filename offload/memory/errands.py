@@ -77,7 +77,7 @@ class Errands(Generic[T]):
         self._threads.clear()
 
     def _run(self, number: int) -> None:
-        self._begin()
+        first = self._begin
         while True:
             with self._changed:
                 while not self._queue:
@@ -85,14 +85,21 @@ class Errands(Generic[T]):
                         return
                     self._changed.wait()
                 _, _, errand, future = heapq.heappop(self._queue)
-            _do(errand, number, future)
+            _do(errand, number, future, first)
+            first = _nothing
             del errand, future  # a thread that waits keeps nothing alive
 
 
-def _do(errand: Errand[T], number: int, future: Future[T]) -> None:
+def _nothing() -> None:
+    pass
+
+
+def _do(errand: Errand[T], number: int, future: Future[T], begin: Callable[[], object] = _nothing) -> None:
+    """Do an errand, behind `begin`: what fails there is told to whoever waits."""
     if not future.set_running_or_notify_cancel():
         return
     try:
+        begin()
         future.set_result(errand(number))
     except BaseException as error:
         future.set_exception(error)

@@ -92,7 +92,12 @@ def _number(value: Any) -> Any:
 def _schedule_of(reader: FrameType) -> LRScheduler | None:
     """Return the schedule one of whose methods reads, or has called a function that does."""
     for frame in (reader, reader.f_back):
-        owner = None if frame is None else frame.f_locals.get("self")
+        if frame is None or frame.f_code.co_varnames[:1] != ("self",):
+            continue
+        seen = frame.f_locals
+        owner = seen.get("self")
+        if sys.version_info < (3, 13):
+            seen.clear()  # the frame has this copy, and would keep alive what is in it
         if isinstance(owner, LRScheduler):
             return owner
     return None

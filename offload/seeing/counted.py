@@ -23,8 +23,9 @@ def counted_report(
 ) -> Report | None:
     """Return where the time between the last two samples went; None where there are none, or no step is between them.
 
-    What a CPU computes has the updates in it that its passes make. How long the drive was busy is not known, for reads
-    and writes are counted apart: it is not compared.
+    What a CPU computes has no updates in it; it is compared together with them, as a plan tells it. How long the drive
+    was busy is not known, for reads and writes are counted apart, nor how long gradients were taken from a GPU: these
+    are not compared.
 
     Args:
         recorded: spans: those of steps are kept for long.
@@ -42,7 +43,8 @@ def counted_report(
     between, nothing = Between.of(before, after), LinkStats(0, 0.0)
     links = {lane: between.links.get(lane, nothing) for lane in LINKS}
     took = {"step": between.seconds, **{lane: links[lane].seconds for lane in (COMPUTE, H2D, D2H)}}
-    took["cpu"] = 0.0 if host_computes else links[CPU_ADAM].seconds
+    if host_computes:
+        took[COMPUTE] += links[CPU_ADAM].seconds
     pairs = {name: (predicted.get(name, 0.0), seconds / len(ended)) for name, seconds in took.items() if predicted}
     return Report(
         step_seconds=tuple(span.end - span.begin for span in ended),

@@ -260,7 +260,7 @@ class Updates(ABC, Generic[U]):
     def _timed(self) -> Iterator[None]:
         """Count the time, and let no Ctrl-C come between."""
         begin, waits = time.perf_counter(), list[tuple[float, float]]()
-        self._waits = waits
+        outer, self._waits = self._waits, waits
         try:
             with self._safe_point:
                 yield
@@ -270,6 +270,7 @@ class Updates(ABC, Generic[U]):
             for wait_begin, wait_end in (*waits, (end, end)):
                 counters.spans.add(UPDATES, "updates", begin, wait_begin)
                 begin = wait_end
+            self._waits = outer
 
     def _wait(self, tickets: Sequence[Ticket]) -> None:
         """Wait for tickets, also for those that are over: for what went wrong."""

@@ -75,9 +75,12 @@ class Staging:
     def in_turn(self, work: Callable[[], None]) -> Future[None]:
         """Have the thread do `work` behind what it was given before."""
         if self.priority is not Priority.BACKGROUND:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: the thread has ended with all its work
+            try:
                 return self._thread.submit(work)
-        work()
+            except RuntimeError as error:
+                if "new futures" not in str(error):  # a thread that cannot start has the work in its queue
+                    raise
+        work()  # the interpreter ends: the thread has ended with all its work
         return _nothing()
 
     def land(self) -> None:

@@ -126,8 +126,13 @@ def export_torch(path: Path, index: Index, output: Path, deadline_s: float) -> P
         saved = decode(index.contents["optimizer"], values.__getitem__)
         if saved is not None:
             result["optimizer"] = _optimizer_dict(index, saved, found, source, staging)
-    with written_whole(output) as new, (new / file.name).open("wb") as stream:  # given a path, it raises RuntimeError
-        torch.save(result, stream)
+    with written_whole(output) as new, (new / file.name).open("wb") as stream:
+        try:
+            torch.save(result, stream)
+        except RuntimeError as error:  # what it says when it cannot end the file
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
     return file
 
 

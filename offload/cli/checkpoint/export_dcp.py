@@ -26,7 +26,7 @@ from offload.checkpoint.format.reader import Source
 from offload.checkpoint.format.safetensors import DTYPES
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.restoring import fp32_values, read_tensor, trained_of
-from offload.cli.folders import REMEDY, written_whole
+from offload.cli.folders import REMEDY, things_in, written_whole
 from offload.errors import CheckpointError
 from offload.memory.machine import free_space
 from swap.errors import SwapFullError, format_bytes
@@ -51,8 +51,9 @@ def export_dcp(path: Path, index: Index, output: Path, deadline_s: float) -> lis
         CheckpointError: the checkpoint is damaged, or the folder is not empty or cannot be written to.
         swap.SwapFullError: no room on the drive.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output}: is there already; name another folder")
+    there = things_in(output)
+    if there is not None:
+        raise CheckpointError(f"{output}: expected an empty folder, or nothing, but it {there}; name another folder")
     with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as staging, written_whole(output) as new:
         content = _Content(Source(path, index), index, staging)
         _refuse_if_full(output, new, sum(_bytes_of(content.tree)))

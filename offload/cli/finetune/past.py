@@ -71,7 +71,7 @@ class Past:
         if not isinstance(state, dict) or not {"data", "schedule", "sample_before", "tokens"} <= state.keys():
             raise FinetuneError("resume: expected a checkpoint that finetune has saved; name its --output")
         for name, value in _data_of(settings, digests).items():
-            before = state["data"].get(name)
+            before = state["data"].get(name, value if name in digests else None)  # an older one has no digest of it
             if before != value:
                 raise FinetuneError(
                     f"resume: expected {name} {before!r} but got {value!r}; the steps, or what the report compares, "

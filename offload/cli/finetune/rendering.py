@@ -197,7 +197,8 @@ def _message(row: Row, message: Any, name: str) -> Message:
         raise FinetuneError(f"{row.place}: {name}: expected text as content but got {content!r:.60}")
     if content is None and not message.get("tool_calls"):
         raise FinetuneError(f"{row.place}: {name}: expected content, or tool_calls, but got neither")
-    return {key: value for key, value in message.items() if value is not None}  # templates ask what is there
+    # Templates ask which keys are there, but some of them whether content is None.
+    return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
 
 def _tools(row: Row, tools: Any) -> Any:
