@@ -41,7 +41,7 @@ from offload.memory.device import Device
 from offload.memory.device_memory import open_device_meter
 from offload.memory.devices import open_device
 from offload.memory.limits import resolve_budgets
-from offload.memory.machine import drives_of, free_bytes
+from offload.memory.machine import bound_by, drives_of, free_bytes
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
 from offload.module.forwards import Forwards
@@ -211,6 +211,14 @@ def build(
         undo.callback(lambda: unloaded.update(loader.unload(manager, undo=True)))
         undo.callback(life.end)
         life.open(manager)
+        variable = bound_by(torch.get_num_threads())
+        if variable is not None:
+            logger.warning(
+                "threads: %s binds the thread that has imported torch to %d of the processors, and with it updates and "
+                "the drive's work; unset it (taskset and numactl restrict a process as a whole)",
+                variable,
+                cpu_adam.num_threads(),
+            )
         threads = None if config.threads is None else cpu_adam.Threads(config.threads)
         if threads is not None:
             undo.callback(threads.close)

@@ -160,6 +160,32 @@ def test_models_that_change_their_logits_are_refused() -> None:
         assert torch.equal(model(ids).logits, before)  # without labels it goes on
 
 
+class WithZLoss(hf.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    """Adds to the loss what it makes of the logits, as people do."""
+
+    def forward(self, **kwargs: Any) -> Any:
+        output = super().forward(**kwargs)
+        output.loss = output.loss + 1e-2 * output.logits.logsumexp(-1).pow(2).mean()
+        return output
+
+
+def test_models_that_use_their_logits_behind_the_loss_are_refused() -> None:
+    """What stands for them are the hidden states: the loss was wrong, silently."""
+    bamba = {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "attn_layer_indices": [0],
+        "num_key_value_heads": 4,
+        "z_loss_coefficient": 0.01,
+    }
+    looked = llama()
+    looked.lm_head.register_forward_hook(lambda layer, given, logits: logits.softmax(-1).amax())
+    for model in (WithZLoss(hf.LlamaConfig(**_SHAPE)), hf.BambaForCausalLM(hf.BambaConfig(**_SHAPE, **bamba)), looked):
+        ops.chunk_loss(model)
+        with pytest.raises(StateError, match="as it is, and nowhere else, but (logsumexp|softmax) uses it"):
+            model(**batch(0))
+
+
 def no_images(logits: torch.Tensor) -> None:
     logits[:, :, [3]] = torch.finfo(logits.dtype).min
 
@@ -183,7 +209,22 @@ def test_models_with_a_loss_of_their_own_are_refused() -> None:
         hf.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=200, decoder_start_token_id=0)
     )
     ops.chunk_loss(model)
-    with pytest.raises(StateError, match="T5ForConditionalGeneration to compute its loss by loss_function"):
+    with pytest.raises(StateError, match="to go to the loss as it is, and nowhere else, but size uses it"):
+        model(**batch(0))
+
+
+class OfItsOwn(hf.LlamaForCausalLM):  # type: ignore[misc,name-defined]
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.model(input_ids).last_hidden_state
+        return {"loss": hidden.mean(), "logits": self.lm_head(hidden)}
+
+
+def test_a_loss_without_the_head_is_refused() -> None:
+    model = OfItsOwn(hf.LlamaConfig(**_SHAPE))
+    ops.chunk_loss(model)
+    with pytest.raises(
+        StateError, match="expected OfItsOwn to compute its loss by loss_function, of its head's output"
+    ):
         model(**batch(0))
 
 

@@ -85,6 +85,7 @@ def test_a_lock_limit_is_enough_for_all_memory_of_the_container() -> None:
         ({"torch": None}, "torch", Level.PROBLEM, "pip install torch"),
         ({"torch": "2.6.0"}, "torch", Level.PROBLEM, "torch>=2.7"),
         ({"omp_dynamic": True}, "OpenMP", Level.PROBLEM, "unset OMP_DYNAMIC"),
+        ({"omp_binding": "OMP_PROC_BIND"}, "OpenMP", Level.WARNING, "unset OMP_PROC_BIND; taskset"),
         ({"transformers": "4.55.4"}, "transformers", Level.PROBLEM, "transformers>=4.56"),
         ({"torch_error": "ImportError: libcudnn"}, "torch", Level.PROBLEM, "libcudnn"),
         ({"extension_errors": {"swap._aio": "no module"}}, "extensions", Level.PROBLEM, "pip install ."),

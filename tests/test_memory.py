@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 
 import offload
 from offload.activations.rss import reset_high_water, status_bytes
+from offload.memory import machine
+from offload.memory.arena import HostArena
 from offload.memory.budget import Tier
 from offload.planning.asked import Request
 from offload.planning.planner import make_plan
@@ -32,6 +35,44 @@ def check(tmp_path: Path, *words: str) -> dict[str, Any]:
     assert figures["losses"][-1] < figures["losses"][0]  # and it learns
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.json"]  # nothing is left behind
     return figures
+
+
+def test_what_is_given_back_has_no_part_of_others_on_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives back pages, of 16 or 64 KiB on some machines: a part of one may be somebody else's."""
+    given = list[tuple[int, int]]()
+
+    class Mapping:
+        def madvise(self, _: int, begin: int, size: int) -> None:
+            given.append((begin, size))
+
+    arena = HostArena(Tier.HOST, 1 << 20)
+    buffers = [arena.take(12 << 10) for _ in range(9)]
+    with monkeypatch.context() as patch:
+        patch.setattr("mmap.PAGESIZE", 16 << 10)
+        patch.setattr(arena, "_mapping", Mapping())
+        patch.setattr(arena, "_start", arena.base_address)
+        for buffer in (buffers[0], buffers[5]):
+            arena.discard(buffer)
+        assert given == []
+        arena.discard(dataclasses.replace(buffers[3], size_bytes=40 << 10))  # from 36 to 76 KiB
+    assert given == [(48 << 10, 16 << 10)]
+
+
+def test_who_is_bound_by_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    assert machine.bound_by(64) is None, "by taskset, perhaps"
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    assert machine.bound_by(64) is None
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert machine.bound_by(64) == "OMP_PROC_BIND" and machine.bound_by(1) is None
+
+
+def test_an_engine_that_is_bound_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("offload.build.bound_by", lambda _: "OMP_PROC_BIND")
+    offload.Engine(nn.Linear(4, 4), offload.AdamW(), max_memory={"device": "64MiB", "cpu": "64MiB"}).close()
+    assert "threads: OMP_PROC_BIND binds the thread" in caplog.text
 
 
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])

@@ -267,6 +267,20 @@ def test_a_class_that_wants_large_tensors_gets_them() -> None:
     assert found.names == ("blocks",) and found.size.kept_bytes == 0
 
 
+def test_states_of_large_tensors_in_another_form_are_refused() -> None:
+    """As those of 8 bits, which small tensors do not have: fp32 ones would take their place, silently."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Compressing(Plain):
+        def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            if not state:
+                state["m"] = TwoTensor(p.clone(), p.clone()) if p.numel() >= 4096 else p.clone()
+
+    own_class(Compressing(parameters((10, 10))))
+    with pytest.raises(ConfigError, match="expected plain states of Compressing but m is a TwoTensor"):
+        own_class(Compressing(parameters((100, 100))))
+
+
 def test_more_states_than_roles_stay_in_host_memory() -> None:
     class Many(Plain):
         def update(self, p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ constexpr std::uint64_t kSilentTag =
 constexpr std::uint64_t kWakeTag = kSilentTag - 1;
 constexpr std::uint64_t kDelayBit = std::uint64_t{1} << 62;  // a timeout, not a transfer, of the slot
 constexpr int kBrokenPauseMs = 10;                           // between looks at a ring that failed
-constexpr unsigned kBufferSlots = 256;
+constexpr unsigned kBufferSlots = 1024;                      // ranges of at most kLargestBuffer
 constexpr unsigned kFileSlots = 64;
 constexpr std::size_t kLargestBuffer = std::size_t{1} << 30;  // the kernel's limit for one registered range
 
@@ -520,8 +520,8 @@ class UringEngine final : public Engine {
     bool add_buffer(char* address, std::size_t length) {
 #ifdef OFFLOAD_LIBURING_HAS_SPARSE
         if (!have_buffers_) return false;
+        unsigned index = 0;
         for (std::size_t start = 0; start < length; start += kLargestBuffer) {
-            unsigned index = 0;
             while (std::any_of(buffers_.begin(), buffers_.end(),
                                [&](const Buffer& b) { return b.index == index; }))
                 ++index;

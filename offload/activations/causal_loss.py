@@ -2,8 +2,8 @@
 
 transformers gives the output of the head to ``model.loss_function``, which may be replaced. While a forward has labels,
 the head here passes its input on, and the loss function gives it to the head again, with the labels. So the head's
-weight is used inside the head's forward alone, whoever has the weight. A model that does anything else with the
-head's output is refused by what it does, not by its name.
+weight is used inside the head's forward alone, whoever has the weight. A model, or a hook, that does anything else with
+the head's output is refused by what it does, not by its name.
 
 Owns these three forwards. Next: :mod:`offload.activations.cross_entropy`.
 """
@@ -21,7 +21,8 @@ from torch import nn
 
 from offload.activations.cross_entropy import check_chunk, linear_cross_entropy
 from offload.classes import is_a
-from offload.errors import ConfigError, OffloadError, StateError
+from offload.errors import ConfigError, StateError
+from offload.torch_private import no_subclasses
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,8 +33,9 @@ class _Loss:
         head: the layer whose output are the logits.
         chunk: tokens at a time.
         labelled: whether a forward with labels is under way.
-        passed: what the head has passed on in it.
-        changes: torch's count of those of it then.
+        passed: what the head was given in it.
+        shown: what stands for the logits then.
+        changes: torch's count of those of `passed` then.
         asked: whether the model has asked for the loss of that.
     """
 
@@ -41,8 +43,32 @@ class _Loss:
     chunk: int | None
     labelled: bool = False
     passed: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
     changes: int = 0
     asked: bool = False
+
+
+class _Logits(torch.Tensor):
+    """Stands for logits that nobody makes: it can be given to the loss, and nothing else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        name = func.__self__.__name__ if name == "__get__" else name
+        if name in _TOLD or name in _CONVERSIONS:
+            with no_subclasses():
+                found = func(*args, **(kwargs or {}))
+            if name in _TOLD or found is args[0]:
+                return found
+        raise StateError(
+            "chunk_loss: expected the output of the head to go to the loss as it is, and nowhere else, but "
+            f"{name} uses it, as models do that scale, cap or cast logits, or add to the loss, and hooks that look at "
+            "them; load the model again, and leave chunk_loss out"
+        )
+
+
+_TOLD = {"dtype", "device", "requires_grad", "dim", "ndim", "is_floating_point", "layout", "grad_fn"}
+_CONVERSIONS = {"float", "contiguous", "to"}  # of what is that already
 
 
 def chunk_loss(model: nn.Module, *, chunk: int | None = None) -> None:
@@ -101,14 +127,13 @@ def _of_model(state: _Loss, model: Any, forward: Callable[..., Any], *args: Any,
     try:
         output = forward(*args, **kwargs)
         if not state.asked:
-            raise _refusal(model)
-        return _without(output, state.passed)
-    except (RuntimeError, ValueError, TypeError, LookupError) as error:
-        if state.passed is None or state.asked or isinstance(error, OffloadError):
-            raise
-        raise _refusal(model) from error  # it took what the head was given for logits
+            raise StateError(
+                f"chunk_loss: expected {type(model).__name__} to compute its loss by loss_function, of its head's "
+                "output, but it has another way; load the model again, and leave chunk_loss out"
+            )
+        return _without(output, state.shown)
     finally:
-        state.labelled, state.passed, state.asked = False, None, False
+        state.labelled, state.passed, state.shown, state.asked = False, None, None, False
 
 
 def _of_head(state: _Loss, forward: Callable[..., Any], hidden: torch.Tensor, loss_of: Any = None) -> Any:
@@ -121,8 +146,9 @@ def _of_head(state: _Loss, forward: Callable[..., Any], hidden: torch.Tensor, lo
     if hidden.is_inference():  # whose changes nobody counts
         with torch.inference_mode(False):
             hidden = hidden.clone()
-    state.passed, state.changes = hidden, hidden._version
-    return hidden
+    with no_subclasses():
+        state.passed, state.changes, state.shown = hidden, hidden._version, hidden.as_subclass(_Logits)
+    return state.shown
 
 
 def _of_labels(
@@ -140,8 +166,9 @@ def _of_labels(
     if not state.labelled:  # somebody's own logits
         return plain(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     state.asked = True
-    as_it_is = logits is state.passed and logits._version == state.changes
-    if not as_it_is or vocab_size != state.head.out_features:
+    hidden = state.passed
+    as_it_is = hidden is not None and logits is state.shown and hidden._version == state.changes
+    if hidden is None or not as_it_is or vocab_size != state.head.out_features:
         raise StateError(
             "chunk_loss: expected the output of the head to go to the loss as it is but this model changes it before, "
             "as some scale, cap or cast logits; load the model again, and leave chunk_loss out"
@@ -150,22 +177,15 @@ def _of_labels(
         assert labels is not None
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
-    wanted = {"labels": shift_labels.to(logits.device), "ignore_index": ignore_index, "reduction": reduction}
-    loss = state.head(logits.reshape(*shift_labels.shape, logits.shape[-1]), wanted)
+    wanted = {"labels": shift_labels.to(hidden.device), "ignore_index": ignore_index, "reduction": reduction}
+    loss = state.head(hidden.reshape(*shift_labels.shape, hidden.shape[-1]), wanted)
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def _without(output: Any, passed: torch.Tensor | None) -> Any:
+def _without(output: Any, shown: torch.Tensor | None) -> Any:
     """Return a model's output without what is in the place of logits."""
     if isinstance(output, tuple):
-        return tuple(value for value in output if value is not passed)
-    return type(output)(**{key: value for key, value in output.items() if value is not passed})
-
-
-def _refusal(model: nn.Module) -> StateError:
-    return StateError(
-        f"chunk_loss: expected {type(model).__name__} to compute its loss by loss_function, of its head's output, but "
-        "it has another way; load the model again, and leave chunk_loss out"
-    )
+        return tuple(value for value in output if value is not shown)
+    return type(output)(**{key: value for key, value in output.items() if value is not shown})

@@ -93,6 +93,7 @@ class Facts:
     torch_error: str | None = None  # why it cannot be imported
     torch_cuda: str | None = None  # that torch was built with
     omp_dynamic: bool = False  # OpenMP may start fewer threads than it is asked for
+    omp_binding: str | None = None  # variable by which OpenMP keeps this process on fewer processors than it has
     transformers: str | None = None  # version, None when missing
     extension_errors: dict[str, str] = dataclasses.field(default_factory=dict)  # extension -> why it does not load
     uring_refusal: str | None = None  # why io_uring cannot be used, None when it can
@@ -182,6 +183,7 @@ def _torch_facts() -> dict[str, Any]:
         import torch
 
         values |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
+        values["omp_binding"] = machine.bound_by(torch.get_num_threads())
         from offload.memory.devices import gpus
 
         values["gpus"] = tuple(
@@ -306,9 +308,15 @@ def _torch(facts: Facts) -> Verdicts:
 
 
 def _threads(facts: Facts) -> Verdicts:
-    if not facts.omp_dynamic:
-        return []
-    return _problem("OMP_DYNAMIC=TRUE, with which torch itself computes NaN", "unset OMP_DYNAMIC")
+    found: list[tuple[Level, str, str]] = []
+    if facts.omp_dynamic:
+        found += _problem("OMP_DYNAMIC=TRUE, with which torch itself computes NaN", "unset OMP_DYNAMIC")
+    if facts.omp_binding is not None:
+        found += _warning(
+            f"{facts.omp_binding} binds the thread that imports torch, and with it updates and the drive's work",
+            f"unset {facts.omp_binding}; taskset or numactl restrict a process as a whole",
+        )
+    return found
 
 
 def _transformers(facts: Facts) -> Verdicts:

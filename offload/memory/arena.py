@@ -164,9 +164,13 @@ class HostArena(Arena):
         super().__init__(tier, size_bytes, HOST, self._mapping, round_up(self._start, HUGE_PAGE_BYTES))
 
     def discard(self, buffer: Buffer) -> None:
-        """Return the pages of `buffer`; its content is lost, its range stays."""
+        """Return the pages of `buffer`; its content is lost, its range stays. Pages that others have a part of stay."""
         if self._mapping is not None and self.elastic and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED, buffer.address - self._start, buffer.size_bytes)
+            begin = buffer.address - self._start
+            first = round_up(begin, mmap.PAGESIZE)
+            last = (begin + buffer.size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if last > first:
+                self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def release(self) -> None:
         """Return all pages: the addresses stay."""

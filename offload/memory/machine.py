@@ -56,6 +56,16 @@ def queued_s(tasks: Path = Path("/proc/self/task")) -> float:
     return nanoseconds / 1e9
 
 
+def bound_by(threads: int) -> str | None:
+    """Return the variable by which OpenMP has bound this thread to less than `threads` processors; None: none has.
+
+    GNU's runtime binds the thread that imports torch. All threads that it starts are bound with it.
+    """
+    set_to = {name: os.environ.get(name, "") for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")}
+    bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < threads
+    return next((name for name, value in set_to.items() if bound and value.lower() not in ("", "false")), None)
+
+
 def version_of(package: str) -> str | None:
     """Return the installed version of a package, without importing it."""
     with contextlib.suppress(metadata.PackageNotFoundError, ValueError):

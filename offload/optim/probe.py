@@ -25,6 +25,7 @@ from offload.optim.copies import REMEDY, Copies, is_plain, own_attributes, same
 from offload.planning.asked import OwnBytes
 from offload.planning.roles import MOMENTS
 from offload.torch_private import DispatchMode, no_functions, no_hooks_of_steps, no_modes
+from offload.wrappers import is_wrapper
 
 Options = Mapping[str, Any]  # of a param group, without its parameters
 
@@ -472,4 +473,10 @@ def _temporary_ratio(
                     f"{type(error).__name__}: {error}; {REMEDY}"
                 ) from error
         peak = max(peak, live.peak_bytes)
+    for key, value in optimizer.state.get(parameter, {}).items():  # of larger tensors, maybe, than were tried before
+        if isinstance(value, torch.Tensor) and is_wrapper(value):
+            raise ConfigError(
+                f"optimizer: expected plain states of {name} but {key} is a {type(value).__name__}, whose bytes are in "
+                f"other tensors; {REMEDY}"
+            )
     return float(peak / math.prod(sample))
