@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"train_batch_size": 4}
 # What a value may be that asks for something, where True is none.
 ON: dict[str, Any] = {"buffer_dtype": "bf16", "keep_in_fp32_modules": ["wo"], "data_parallel_size": 2}
-ON |= {"sequence_parallel_size": 2, "managed_gradient_accumulation": False}
+ON |= {"sequence_parallel_size": 2, "managed_gradient_accumulation": False, "gradient_allreduce_op": "sum"}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:

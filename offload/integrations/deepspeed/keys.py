@@ -172,10 +172,16 @@ ROWS: tuple[Row, ...] = (
     _row(
         "",
         "communication_data_type seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor "
-        "gradient_allreduce_op disable_allgather allgather_size sparse_gradients comms_logger.* "
-        "use_data_before_expert_parallelism",
+        "disable_allgather allgather_size sparse_gradients comms_logger.* use_data_before_expert_parallelism",
         _N,
         "gradients are added in fp32, in rank order",
+    ),
+    _row(
+        "",
+        "gradient_allreduce_op",
+        _R,
+        "gradients are averaged; leave it out, and multiply the loss by the number of processes",
+        "mean",
     ),
     _row("", "disable_python_gc log_level vocabulary_size timers.*", _N, "how DeepSpeed goes about it"),
     _row(
