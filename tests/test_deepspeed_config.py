@@ -198,6 +198,7 @@ def test_batch_sizes_that_contradict_each_other(given: dict[str, Any], text: str
             {"offload_param": "cpu"},
         ),
         ({"offload": {"max_memory": {"cpu": "1GiB"}, "dtype": "bfloat16"}}, {"dtype": "bfloat16", "max_memory": ...}),
+        ({"offload": {"activations": "auto"}}, {"activations": "auto"}),
     ],
 )
 def test_options_of_the_engine(more: dict[str, Any], options: dict[str, Any]) -> None:

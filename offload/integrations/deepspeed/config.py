@@ -322,7 +322,8 @@ def _fill(values: dict[str, Any], args: Any, world: int, section: str = "") -> N
     for name, value in values.items():
         path = f"{section}.{name}" if section else str(name)
         if isinstance(value, dict):
-            _fill(value, args, world, path)
+            if path != OWN_SECTION:  # "auto" is a value of its options
+                _fill(value, args, world, path)
         elif value == AUTO:
             row = find(path)
             if row is not None and (row.does is not Does.MAPPED or not row.asks(value)):
