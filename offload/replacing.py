@@ -1,6 +1,7 @@
 """A file that is replaced as a whole, or stays as it was.
 
-Owns that, and the error of a path that cannot be written. Next: :mod:`offload.trace`, :mod:`offload.seeing.page`.
+Owns that, and the errors of a path that cannot be written: those of ``torch.save``, too. Next: :mod:`offload.trace`,
+:mod:`offload.seeing.page`.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any
+
+import torch
 
 from offload.errors import ConfigError
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
+def replacing(path: str | Path, what: str, *, binary: bool = False) -> Iterator[IO[Any]]:
     """Give a file to write to, which takes the place of `path` when the block has ended well.
 
     Args:
         path: of the file; its folder must exist.
         what: the call that it is for, which an error begins with.
+        binary: bytes are written to it; else text.
 
     Raises:
         ConfigError: it cannot be written.
@@ -39,7 +43,7 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
             raise ConfigError(
                 f"{what}: expected the path of a file but got {path}, which is something else; name a file"
             )
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("wb") if binary else partial.open("w", encoding="utf-8") as file:
             yield file
         if target.exists():
             with contextlib.suppress(OSError):  # some file systems have no modes
@@ -53,3 +57,17 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def save_torch(value: object, file: IO[bytes]) -> None:
+    """Write by ``torch.save``.
+
+    Raises:
+        OSError: what the drive has said: torch makes a RuntimeError of it, as it cannot end the file.
+    """
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import io
 import logging
+import os
 import runpy
 import sys
 import tarfile
@@ -698,6 +701,28 @@ def test_16_bit_models(tmp_path: Path) -> None:
         assert_same_tensors(saved, {name: value.bfloat16() for name, value in tower().state_dict().items()})
         engine.save_fp16_model(tmp_path, "trained.bin", exclude_frozen_parameters=True)
         assert saved.keys() - torch.load(tmp_path / "trained.bin").keys() == {"layers.0.weight"}
+
+
+class Full(io.FileIO):
+    """A file on a drive that soon has no room."""
+
+    def write(self, content: Any) -> int:
+        if self.tell() > 500:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(content)
+
+
+def test_a_16_bit_model_that_does_not_fit_leaves_the_one_before(
+    tmp_path: Path, engine: deepspeed.DeepSpeedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_16bit_model(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    before = file.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode: Full(path, mode))
+        with pytest.raises(ConfigError, match=f"save_16bit_model: .*{file}: No space left on device; name one in"):
+            engine.save_16bit_model(tmp_path)
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
 # --- zero, and single parameters ---

@@ -235,13 +235,18 @@ def refused(engine: deepspeed.DeepSpeedEngine, bias: Any, path: str) -> dict[str
         Path(path, "file").write_text("", encoding="utf-8")
         engine.save_16bit_model(Path(path, "file"))
 
+    def save_over(rank: int) -> None:
+        Path(path, "over", "pytorch_model.bin").mkdir(parents=True, exist_ok=True)
+        engine.save_16bit_model(Path(path, "over"))
+
     def other_sizes(rank: int) -> None:
         deepspeed.config_from({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2})
 
     def imported(rank: int) -> None:
         engine.import_checkpoint(path)
 
-    return {"inside": fail_inside, "nowhere": save_nowhere, "sizes": other_sizes, "imported": imported}
+    calls = {"inside": fail_inside, "nowhere": save_nowhere, "over": save_over, "sizes": other_sizes}
+    return {**calls, "imported": imported}
 
 
 def test_a_script_of_several_processes(tmp_path: Path) -> None:
@@ -255,6 +260,7 @@ def test_a_script_of_several_processes(tmp_path: Path) -> None:
         others = "" if rank == 0 else "RanksError: rank 0: "
         assert found["inside"] == others + "ValueError: no weights there"
         assert found["nowhere"].startswith(others + "FileExistsError" if rank else "FileExistsError")
+        assert found["over"].startswith(others + "ConfigError: save_16bit_model: expected the path of a file")
         assert "gradient_accumulation_steps * 3 processes but got 8 != 2 * 1 * 3" in found["sizes"]
         assert "expected a file of torch.save" in found["imported"]
     order = list(torch.utils.data.DistributedSampler(range(10), num_replicas=1, rank=0))  # type: ignore[arg-type]

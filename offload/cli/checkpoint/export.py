@@ -24,6 +24,7 @@ from offload.checkpoint.restoring import fp32_values, read_tensor, read_weights,
 from offload.checkpoint.safetensors_files import INDEX, SINGLE
 from offload.cli.folders import written_whole
 from offload.errors import CheckpointError
+from offload.replacing import save_torch
 
 BUFFER_PREFIX = "buffer:"
 SHARDS = "model-*-of-*.safetensors"
@@ -127,12 +128,7 @@ def export_torch(path: Path, index: Index, output: Path, deadline_s: float) -> P
         if saved is not None:
             result["optimizer"] = _optimizer_dict(index, saved, found, source, staging)
     with written_whole(output) as new, (new / file.name).open("wb") as stream:
-        try:
-            torch.save(result, stream)
-        except RuntimeError as error:  # what it says when it cannot end the file
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        save_torch(result, stream)
     return file
 
 

@@ -277,5 +277,5 @@ def write_plot(report: Report, path: Path) -> None:
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False, loc="upper right", fontsize=9)
     axes.set_ylim(*loss_range(report))
-    with replacing(path, "--output") as file:
-        figure.savefig(file.buffer, format="png")
+    with replacing(path, "--output", binary=True) as file:
+        figure.savefig(file, format="png")

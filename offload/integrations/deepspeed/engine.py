@@ -30,6 +30,7 @@ from offload.integrations.deepspeed.config import Translation
 from offload.integrations.deepspeed.data import make_loader
 from offload.integrations.deepspeed.full_values import FullValues
 from offload.integrations.deepspeed.schedules import make_schedule
+from offload.replacing import replacing, save_torch
 from offload.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
@@ -545,12 +546,16 @@ class DeepSpeedEngine(Engine):
 
         Returns:
             True, whatever ``stage3_gather_16bit_weights_on_model_save`` says.
+
+        Raises:
+            ConfigError, OSError: it cannot be written. A file that was there before is as it was.
+            RanksError: the first process could not write it.
         """
         failure: BaseException | None = None
         if self.global_rank == 0:
             try:
                 self._save_module(Path(save_dir), save_filename, trained_only=exclude_frozen_parameters)
-            except OSError as error:
+            except (OSError, ConfigError) as error:
                 failure = error
         self.wait_for_ranks("save_16bit_model", failure)
         return True
@@ -562,7 +567,8 @@ class DeepSpeedEngine(Engine):
                 if not parameter.requires_grad:
                     state.pop(name, None)
         directory.mkdir(parents=True, exist_ok=True)
-        torch.save(state, directory / file)
+        with replacing(directory / file, "save_16bit_model", binary=True) as stream:
+            save_torch(state, stream)
 
     save_fp16_model = save_16bit_model
 
