@@ -225,8 +225,9 @@ def test_zero_grad_inside_of_an_accumulation(
         assert other.digests() == digests
 
 
-def test_passes_inside_no_sync_do_not_count(engine: deepspeed.DeepSpeedEngine) -> None:
-    with engine.no_sync():
+@pytest.mark.parametrize("block", ["no_sync", "coalesce_grad_reduction"])
+def test_passes_inside_no_sync_do_not_count(block: str, engine: deepspeed.DeepSpeedEngine) -> None:
+    with getattr(engine, block)():
         engine.backward(engine(**batch(0)).loss)
         with pytest.raises(StateError, match="outside of no_sync"):
             engine.step()
@@ -255,6 +256,8 @@ def test_counts(engine: deepspeed.DeepSpeedEngine, caplog: pytest.LogCaptureFixt
     assert engine.get_mom() == [(0.9, 0.999)]
     assert (engine.world_size, engine.dp_world_size, engine.global_rank, engine.local_rank) == (1, 1, 0, 0)
     assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (3, True)
+    assert engine.zero_optimization_partition_gradients() and engine.zero_optimization_partition_weights()
+    assert (engine.steps_per_print(), engine.get_data_parallel_rank()) == (None, 0)
     assert not engine.fp16_enabled() and not engine.bfloat16_enabled() and engine.cur_scale == 1.0
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", "WarmupDecayLR")
     engine.set_train_micro_batch_size(3)
@@ -701,6 +704,10 @@ def test_16_bit_models(tmp_path: Path) -> None:
         assert_same_tensors(saved, {name: value.bfloat16() for name, value in tower().state_dict().items()})
         engine.save_fp16_model(tmp_path, "trained.bin", exclude_frozen_parameters=True)
         assert saved.keys() - torch.load(tmp_path / "trained.bin").keys() == {"layers.0.weight"}
+        assert_same_tensors(engine.module_state_dict(), saved)
+        assert engine.zero_gather_16bit_weights_on_model_save()
+        trained = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+        assert trained is not None and saved.keys() - trained.keys() == {"layers.0.weight"}
 
 
 class Full(io.FileIO):

@@ -213,6 +213,9 @@ def use(rank: int, path: str) -> dict[str, Any]:
     state = deepspeed.utils.safe_get_full_optimizer_state(bias, "exp_avg")
     assert state is not None
     found["state"] = state.tolist()
+    consolidated = engine._zero3_consolidated_16bit_state_dict()
+    found["consolidated"] = None if consolidated is None else sorted(consolidated)
+    found["names"] = sorted(name for name, _ in engine.module.named_parameters())
     for name, call in refused(engine, bias, path).items():
         try:
             call(rank)
@@ -255,7 +258,7 @@ def test_a_script_of_several_processes(tmp_path: Path) -> None:
         assert not isinstance(found, (Raised, Ended)), found
         assert found["comm"] == (3.0, [0.0, 1.0, 2.0], 2)
         assert found["bias"] == [7.0] * WIDTH and found["state"] == [3.0] * WIDTH
-        assert found["steps"] == 3
+        assert found["steps"] == 3 and found["consolidated"] == (found["names"] if rank == 0 else None)
         assert found["lines"] == (["configuration", "plan", "step"] if rank == 0 else [])
         others = "" if rank == 0 else "RanksError: rank 0: "
         assert found["inside"] == others + "ValueError: no weights there"

@@ -13,9 +13,9 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from offload.replacing import replacing, save_torch
 from offload.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 # What DeepSpeed's engine has and this one refuses: the remedy.
 REFUSED = {
@@ -47,6 +48,10 @@ REFUSED = {
     "tput_timer": "see engine.stats(), or torch.profiler",
     "offload_states": "states are where the plan has them; leave the call out",
     "reload_states": "states are where the plan has them; leave the call out",
+    "zero_offload_optimizer": "print(engine.plan) says where states are",
+    "zero_offload_param": "print(engine.plan) says where parameters are",
+    "load_module_state_dict": "call engine.load_state_dict with what the checkpoint has in 'module'",
+    "get_batch_info": "call engine.train_batch_size() and the like",
     "set_custom_curriculum_learning_schedule": "choose the data in the script",
     "cuda": "the engine has its device; leave the call out, or pass device= to initialize",
     "cpu": "the engine has its device; leave the call out, or pass device= to initialize",
@@ -238,6 +243,8 @@ class DeepSpeedEngine(Engine):
         finally:
             self._inside_no_sync = False
 
+    coalesce_grad_reduction = no_sync
+
     def get_global_grad_norm(self) -> float | None:
         """Return the global gradient norm of the last step, before clipping; None before the first step."""
         return None if self._step is None else self._step.grad_norm
@@ -306,6 +313,26 @@ class DeepSpeedEngine(Engine):
     def zero_optimization(self) -> bool:
         """Tell whether the configuration asks for a stage above 0."""
         return self.translation.stage > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Tell whether the configuration asks for stage 2 or 3."""
+        return self.translation.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Tell whether the configuration asks for stage 3."""
+        return self.translation.stage == 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return True, whatever the configuration says: :meth:`save_16bit_model` always gathers."""
+        return True
+
+    def steps_per_print(self) -> float | None:
+        """Return after how many steps there is a line in the log; None where there is none."""
+        return self.translation.steps_per_print
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the number of this process."""
+        return self.global_rank
 
     def fp16_enabled(self) -> bool:
         """Tell whether the parameters are cast to float16."""
@@ -551,26 +578,50 @@ class DeepSpeedEngine(Engine):
             ConfigError, OSError: it cannot be written. A file that was there before is as it was.
             RanksError: the first process could not write it.
         """
-        failure: BaseException | None = None
-        if self.global_rank == 0:
-            try:
-                self._save_module(Path(save_dir), save_filename, trained_only=exclude_frozen_parameters)
-            except (OSError, ConfigError) as error:
-                failure = error
-        self.wait_for_ranks("save_16bit_model", failure)
+
+        def save() -> None:
+            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            with replacing(Path(save_dir, save_filename), "save_16bit_model", binary=True) as stream:
+                save_torch(state, stream)
+
+        self._in_first("save_16bit_model", save)
         return True
 
-    def _save_module(self, directory: Path, file: str, *, trained_only: bool) -> None:
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, *, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """Return :meth:`offload.Engine.state_dict`, without frozen parameters if asked for."""
         state = self.state_dict()
-        if trained_only:
+        if exclude_frozen_parameters:
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     state.pop(name, None)
-        directory.mkdir(parents=True, exist_ok=True)
-        with replacing(directory / file, "save_16bit_model", binary=True) as stream:
-            save_torch(state, stream)
+        return state
 
-    save_fp16_model = save_16bit_model
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return :meth:`module_state_dict` in the first process, None in others; several call this together.
+
+        Scripts, and Accelerate, call DeepSpeed's by this name before they save a model.
+        """
+        return self._in_first(
+            "_zero3_consolidated_16bit_state_dict",
+            lambda: self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters),
+        )
+
+    def _in_first(self, where: str, work: Callable[[], _T]) -> _T | None:
+        """Do something in the first process; the others wait, and learn of its error. They get None."""
+        done: _T | None = None
+        failure: BaseException | None = None
+        if self.global_rank == 0:
+            try:
+                done = work()
+            except (OSError, ConfigError) as error:
+                failure = error
+        self.wait_for_ranks(where, failure)
+        return done
 
 
 def engine_of(parameter: object) -> DeepSpeedEngine | None:
