@@ -268,6 +268,9 @@ def test_path_for_models_that_are_made() -> None:
     assert nvme_path_of({"zero_optimization": zero}) == "/a"
     assert nvme_path_of({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/b"}}}) == "/b"
     assert nvme_path_of({"zero_optimization": {"offload_param": {"device": "cpu", "nvme_path": "/a"}}}) is None
+    for own in ("/c", Path("/c"), ["/c", "/d"]):
+        assert nvme_path_of({"zero_optimization": zero, "offload": {"nvme_path": own}}) == "/c"
+    assert nvme_path_of({"zero_optimization": zero, "offload": {"dtype": "bfloat16"}}) == "/a"
     assert nvme_path_of(None) is None and nvme_path_of({"zero_optimization": True}) is None
 
 

@@ -172,8 +172,14 @@ def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any
 
 
 def nvme_path_of(source: Mapping[str, Any] | str | os.PathLike[str] | None) -> str | None:
-    """Return the directory on a drive that a configuration names, for parameters first; None where it names none."""
+    """Return the directory on a drive that a configuration names; None where it names none.
+
+    That of the section ``"offload"`` comes first, as it does for the engine, and then that for parameters.
+    """
     values = {} if source is None else _read(source)
+    own = _section(values, OWN_SECTION).get("nvme_path")
+    if own:
+        return os.fspath(own if isinstance(own, (str, os.PathLike)) else own[0])
     for path in ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"):
         section = {} if isinstance(values.get("zero_optimization"), bool) else _section(values, path)
         if section.get("device") == "nvme" and section.get("nvme_path"):

@@ -86,7 +86,9 @@ class Init(contextlib.AbstractContextManager["Init"]):
                     torch.set_default_dtype(self._dtype)
                 folder = Path(self._path or tempfile.gettempdir())
                 if self._path is None and memory_of(folder) is not None:
-                    logger.warning("zero.Init: %s is in memory, and so is the model; give the configuration", folder)
+                    logger.warning(
+                        "zero.Init: %s is in memory, and so is the model; give a configuration with nvme_path", folder
+                    )
                 else:
                     stack.enter_context(init(folder))
             self._open.append(stack.pop_all())
