@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tarfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from foreign.deepspeed_recorder import DECAY, DTYPES, LR, STEPS, Net, groups_of,
 from harness import everything_on_device, host, nvme
 
 import offload
+from offload.checkpoint.foreign.inert import read_torch_file
 from offload.checkpoint.foreign.opening import open_foreign
 from offload.checkpoint.foreign.zero import read_zero
 from offload.checkpoint.sources import numel_of
@@ -181,6 +183,21 @@ def test_a_run_without_zero_is_refused(copy: Path) -> None:
     for file in (copy / "global_step3").glob("*optim_states.pt"):
         file.unlink()
     refuse(copy, r"expected \*_optim_states.pt of ZeRO-1, 2 or 3 but got none")
+
+
+def test_an_optimizer_on_nvme_is_refused(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed has its masters in raw files, and saves empty tensors."""
+
+    def without_masters(path: Path) -> Any:
+        content = read_torch_file(path)
+        saved = content.get("optimizer_state_dict")
+        if saved is None:
+            return content
+        empty = [dataclasses.replace(flat, shape=(0,), stride=(1,)) for flat in saved["fp32_flat_groups"]]
+        return {**content, "optimizer_state_dict": {**saved, "fp32_flat_groups": empty}}
+
+    monkeypatch.setattr("offload.checkpoint.foreign.zero.read_torch_file", without_masters)
+    refuse(recorded / "zero3-bf16-x2", r"_optim_states.pt: .* an optimizer on NVMe; .*16bit_model", "zero3-bf16-x2")
 
 
 def test_another_optimizer_is_refused(recorded: Path) -> None:

@@ -301,6 +301,12 @@ def _join(shape: Sequence[int], fragments: Sequence[_Fragment], flat_of: Any) ->
             flat = flat_of(fragment)
         except (IndexError, KeyError) as error:
             raise ConfigError(f"{fragment.rank.path}: expected the flat group {fragment.flat}; {_ELSEWHERE}") from error
+        if fragment.numel and not math.prod(flat.shape):
+            raise ConfigError(
+                f"{fragment.rank.path}: expected fp32 masters but flat group {fragment.flat} is empty, as with an "
+                "optimizer on NVMe; load it in DeepSpeed, call engine.save_16bit_model, and import that file with "
+                "strict=False"
+            )
         if fragment.start + fragment.numel > math.prod(flat.shape):
             raise ConfigError(
                 f"{fragment.rank.path}: expected {fragment.start + fragment.numel} elements in flat group "
