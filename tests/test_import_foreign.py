@@ -104,6 +104,21 @@ def save_torch(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -
     return path / "run.pt"
 
 
+def save_beside_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
+    """Save a loss, a step and random numbers as tensors beside the dicts, as nanoGPT and torch's tutorial do."""
+    content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 2}
+    beside = {"global_step": torch.tensor(STEPS), "best_val_loss": torch.tensor(0.5), "rng": torch.get_rng_state()}
+    torch.save(content | beside, path / "ckpt.pt")
+    return path / "ckpt.pt"
+
+
+def save_weights_at_the_top(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
+    """Save the model's tensors beside the optimizer's dict, as torchtitan does, with small tensors in another dict."""
+    content = {**model.state_dict(), "optimizer": optimizer.state_dict(), "train_state": {"seen": torch.ones(1)}}
+    torch.save(content | {"global_step": STEPS, "epoch": 2}, path / "titan.pt")
+    return path / "titan.pt"
+
+
 def save_lightning(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     content = {"state_dict": state, "optimizer_states": [optimizer.state_dict()], "epoch": 2, "global_step": STEPS}
@@ -146,6 +161,8 @@ def save_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 
 SAVES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], Path]] = {
     "torch.save": save_torch,
+    "torch.save, tensors beside": save_beside_tensors,
+    "torch.save, weights at the top": save_weights_at_the_top,
     "Lightning": save_lightning,
     "DCP": save_dcp,
     "DCP by name": save_dcp_by_name,

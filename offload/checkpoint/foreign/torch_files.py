@@ -51,16 +51,20 @@ def find_parts(path: Path, kind: str, content: Any, names: Sequence[Sequence[str
     """
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: expected a dict but got {type(content).__name__}; save state dicts")
-    if _is_state_dict(content):
-        return _found(path, content, None, names, Facts(kind))
-    model = _only(path, content, _MODEL_KEYS, _is_state_dict, "model's state dict")
+    bare = _is_state_dict(content)  # the model's tensors lie at the top, or a loss lies beside model and optimizer
+    models = {key: value for key, value in content.items() if key in _MODEL_KEYS} if bare else content
+    model = _only(path, models, _MODEL_KEYS, _is_state_dict, "model's state dict")
     optimizer = _only(path, content, _OPTIMIZER_KEYS, _is_optimizer, "optimizer's state dict")
+    if model is None and bare:
+        if optimizer is None:
+            return _found(path, content, None, names, Facts(kind))
+        model = content
     if model is None:
         raise ConfigError(
             f"{path}: expected a model's state dict but got the keys {sorted(map(str, content))[:8]}; save "
             "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
         )
-    step = next((content[key] for key in ("global_step", "step", "iteration") if key in content), None)
+    step = _plain(next((content[key] for key in ("global_step", "step", "iteration") if key in content), None))
     epoch = content.get("epoch")
     facts = Facts(
         kind,
