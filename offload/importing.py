@@ -8,6 +8,7 @@ The bytes then go through the loading of state dicts, range by range. Next:
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -192,10 +193,18 @@ class Names:
                 f"{found.path}: expected shapes {'; '.join(other[:_MOST_NAMED])}; make the model as it was saved"
             )
         unexpected = sorted(found.weights.keys() - self._parameters.keys() - self._buffers.keys())
-        if strict and (missing or unexpected):
-            raise ConfigError(
-                f"{found.path}: expected the model's names but {sorted(missing)[:_MOST_NAMED]} are missing, unexpected "
-                f"{unexpected[:_MOST_NAMED]}; make the model as it was saved, or pass strict=False to ignore"
+        if missing or unexpected:
+            missing.sort()
+            if strict or not values:
+                remedy = ", or pass strict=False to ignore" if values else ": no name fits"
+                raise ConfigError(
+                    f"{found.path}: expected the model's names but {missing[:_MOST_NAMED]} are missing, unexpected "
+                    f"{unexpected[:_MOST_NAMED]}; make the model as it was saved{remedy}"
+                )
+            warnings.warn(
+                f"import_checkpoint: {found.path} lacks {len(missing)} of the model's tensors, which stay as they are: "
+                f"{missing[:_MOST_NAMED]}; {len(unexpected)} others are left out: {unexpected[:_MOST_NAMED]}",
+                stacklevel=6,
             )
         return values
 
@@ -223,10 +232,17 @@ class Names:
                 key: whole(value) if isinstance(value, Source) and key not in placed else value
                 for key, value in kept.items()
             }
-        if strict and unexpected:
-            raise ConfigError(
-                f"{found.path}: expected states of what the engine's optimizer trains but got those of "
-                f"{sorted(unexpected)[:_MOST_NAMED]}, too; train them, or pass strict=False to leave them out"
+        if unexpected:
+            unexpected.sort()
+            if strict:
+                raise ConfigError(
+                    f"{found.path}: expected states of what the engine's optimizer trains but got those of "
+                    f"{unexpected[:_MOST_NAMED]}, too; train them, or pass strict=False to leave them out"
+                )
+            warnings.warn(
+                f"import_checkpoint: {found.path} has states of {len(unexpected)} parameters that the optimizer does "
+                f"not train; they are left out: {unexpected[:_MOST_NAMED]}",
+                stacklevel=7,
             )
         return result
 
@@ -243,6 +259,9 @@ def _packed(names: Names, optimizer: Trained, found: Found, *, strict: bool) -> 
                 f"{found.path}: expected an optimizer's state but it has weights alone; pass strict=False to load "
                 "these and keep the optimizer's state"
             )
+        warnings.warn(
+            f"import_checkpoint: {found.path} has weights alone; the optimizer's state stays as it is", stacklevel=6
+        )
         return None
     states = names.states(found, optimizer, strict=strict)
     options_of = {names.first(name): group.options for group in found.groups for name in group.names}

@@ -392,14 +392,35 @@ def test_an_import_that_the_drive_has_ended_is_repeated(name: str, dtype: str, t
             engine.step()
 
 
-def test_strict_false_takes_what_fits(tmp_path: Path) -> None:
+def test_strict_false_takes_what_fits_and_names_the_rest(tmp_path: Path) -> None:
     saved = edited(tmp_path, model=lambda state: {"norm.weight": state["norm.weight"], "more": torch.ones(1)})
     with make_engine() as engine:
         before = engine.state_dict()
-        engine.import_checkpoint(saved, strict=False)
+        with pytest.warns(UserWarning, match=r"lacks 6 of .*: \['first.bias', .*; 1 others .*: \['more'\]"):
+            engine.import_checkpoint(saved, strict=False)
         after = engine.state_dict()
         changed = {name for name in after if not torch.equal(before[name], after[name])}
         assert changed == {"norm.weight"}
+
+
+def test_strict_false_names_states_that_it_leaves_out(tmp_path: Path) -> None:
+    saved = SAVES["DCP by name"](*begun(OPTIMIZERS["AdamW"]), tmp_path)
+    model = Net(7)
+    model.norm.bias.requires_grad_(False)
+    with offload.Engine(model, offload.AdamW(groups_of(model)), **everything_on_device()) as engine:
+        with pytest.warns(UserWarning, match=r"states of 1 parameters .* left out: \['norm.bias'\]"):
+            engine.import_checkpoint(saved, strict=False)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_of_which_no_name_fits_is_refused(strict: bool, tmp_path: Path) -> None:
+    """Also with ``strict=False``, which the error does not advise: training would go on from the model's own values."""
+    saved = edited(tmp_path, model=lambda state: {f"net.{name}": value for name, value in state.items()})
+    with make_engine() as engine:
+        before = engine.digests()
+        with pytest.raises(ConfigError, match=r"unexpected \['net.* make the model as it was saved: no name fits$"):
+            engine.import_checkpoint(saved, strict=strict)
+        assert engine.digests() == before
 
 
 def test_weights_alone_keep_the_optimizers_state(tmp_path: Path) -> None:
@@ -408,7 +429,8 @@ def test_weights_alone_keep_the_optimizers_state(tmp_path: Path) -> None:
     with make_engine() as engine:
         assert engine.optimizer is not None
         train(engine, engine.optimizer, range(1))
-        engine.import_checkpoint(tmp_path / "weights.pt", strict=False)
+        with pytest.warns(UserWarning, match="weights.pt has weights alone; the optimizer's state stays as it is"):
+            engine.import_checkpoint(tmp_path / "weights.pt", strict=False)
         assert torch.equal(engine.state_dict()["first.weight"], model.first.weight)
         assert engine.optimizer.state_dict()["state"][0]["step"] == 1
 
