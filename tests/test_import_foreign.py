@@ -148,6 +148,27 @@ def save_dcp_by_name(model: nn.Module, optimizer: torch.optim.Optimizer, path: P
     return path / "dcp"
 
 
+def save_dcp_app(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
+    """Save both in one object with state, as PyTorch's own recipe for DCP does."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    class AppState(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            weights, states = get_state_dict(model, optimizer)
+            return {"model": weights, "optim": states}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        content = {"app": AppState(), "epoch": 2, "global_step": STEPS}
+        dcp.save(content, checkpoint_id=path / "dcp", no_dist=True)
+    return path / "dcp"
+
+
 def save_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
     """Write the files of the Hugging Face trainer; the test below has it write them itself."""
     from safetensors.torch import save_file
@@ -167,6 +188,7 @@ SAVES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], Path]] = {
     "DCP": save_dcp,
     "DCP by name": save_dcp_by_name,
     "DCP by name, flat": lambda *args: save_dcp_by_name(*args, flat=True),
+    "DCP by PyTorch's recipe": save_dcp_app,
     "trainer": save_trainer,
 }
 

@@ -51,6 +51,7 @@ def find_parts(path: Path, kind: str, content: Any, names: Sequence[Sequence[str
     """
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path}: expected a dict but got {type(content).__name__}; save state dicts")
+    content = _with_inner(content)
     bare = _is_state_dict(content)  # the model's tensors lie at the top, or a loss lies beside model and optimizer
     models = {key: value for key, value in content.items() if key in _MODEL_KEYS} if bare else content
     model = _only(path, models, _MODEL_KEYS, _is_state_dict, "model's state dict")
@@ -136,6 +137,16 @@ def read_weights(folder: Path) -> dict[str, FileTensor]:
                 found.update(read(folder / file))
             return found
     raise ConfigError(f"{folder}: expected {' or '.join(_WEIGHTS)}, or an index of it, but got neither; copy it, too")
+
+
+def _with_inner(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a dict together with the only one in it that has a model: PyTorch's recipe for DCP has all in "app"."""
+
+    def has_model(value: Any) -> bool:
+        return isinstance(value, Mapping) and any(_is_state_dict(value.get(key)) for key in _MODEL_KEYS)
+
+    inner = [] if has_model(content) else [value for value in content.values() if has_model(value)]
+    return {**content, **inner[0]} if len(inner) == 1 else content
 
 
 def _is_state_dict(value: Any) -> bool:
