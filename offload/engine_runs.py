@@ -174,8 +174,8 @@ class EngineRuns:
         Several ranks call this together; each keeps its slices of what it reads.
 
         Args:
-            path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of DeepSpeed with ZeRO-1, 2 or 3,
-                or of torch.distributed.checkpoint. Pickles are read without running what they name.
+            path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of Accelerate, of DeepSpeed with
+                ZeRO-1, 2 or 3, or of torch.distributed.checkpoint. Pickles are read without running what they name.
             strict: names and an optimizer's state must all be there, and no others.
 
         Returns:

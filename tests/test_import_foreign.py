@@ -610,6 +610,47 @@ def test_what_the_trainer_itself_has_saved_goes_on(tmp_path: Path) -> None:
                 assert torch.equal(states[number][key], value)
 
 
+def test_what_accelerate_has_saved_goes_on(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    prepared = accelerator.prepare(model, torch.optim.AdamW(groups_of(model), lr=1e-3))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(prepared[1], 1))
+    train(*prepared, range(STEPS))
+    accelerator.save_state(str(tmp_path))
+    with make_engine() as engine:
+        facts = engine.import_checkpoint(tmp_path)
+        assert facts.kind == "Accelerate" and facts.scheduler == schedule.state_dict()
+        weights, states = state_of(engine)
+        assert torch.equal(weights["norm.weight"], model.norm.weight)
+        assert torch.equal(states[0]["exp_avg"], prepared[1].state_dict()["state"][0]["exp_avg"])
+
+
+def test_adapters_alone_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"got adapters of PEFT alone; .* PeftModel\.from_pretrained"):
+        open_foreign(tmp_path)
+
+
+def test_shards_of_fsdp_are_refused_and_the_remedy_is_true(tmp_path: Path) -> None:
+    """The trainer and Accelerate write two folders of torch.distributed.checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    model, _ = begun(OPTIMIZERS["AdamW"])
+    shards = tmp_path / "pytorch_model_fsdp_0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process
+        dcp.save({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
+    with make_engine() as engine:
+        with pytest.raises(ConfigError, match=rf"got shards of FSDP; import {shards} with strict=False"):
+            engine.import_checkpoint(tmp_path)
+        with pytest.warns(UserWarning, match="has weights alone"):
+            engine.import_checkpoint(shards, strict=False)
+        assert torch.equal(engine.state_dict()["norm.weight"], model.norm.weight)
+
+
 def test_a_large_tensor_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     """What is read at once does not grow with the tensor."""
     from offload.checkpoint.foreign.files import FileTensor

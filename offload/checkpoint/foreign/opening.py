@@ -19,8 +19,8 @@ def open_foreign(path: str | Path, names: Sequence[Sequence[str]] | None = None)
     """Return what a checkpoint holds; no tensor's elements are read.
 
     Args:
-        path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of DeepSpeed with ZeRO, or of
-            torch.distributed.checkpoint.
+        path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of Accelerate, of DeepSpeed with ZeRO,
+            or of torch.distributed.checkpoint.
         names: parameters by param group, in the optimizer's order, where the checkpoint numbers them; None where nobody
             knows; empty where an optimizer's state is not wanted.
 
@@ -51,6 +51,7 @@ def _open(path: Path, names: Sequence[Sequence[str]] | None) -> Found:
         return read_trainer_folder(path, names)
     raise ConfigError(
         f"{path}: expected a file of torch.save, or a folder of the Hugging Face trainer (trainer_state.json, "
-        "optimizer.pt), DeepSpeed (latest, *_model_states.pt) or torch.distributed.checkpoint (.metadata) but got "
+        "optimizer.pt), Accelerate (optimizer.bin), DeepSpeed (latest, *_model_states.pt) or "
+        "torch.distributed.checkpoint (.metadata) but got "
         f"{sorted(entry.name for entry in path.iterdir())[:5]}; pass the folder that has these files"
     )

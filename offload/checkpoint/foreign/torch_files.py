@@ -1,4 +1,4 @@
-"""Reads checkpoints that are files of ``torch.save``, and folders of the Hugging Face trainer.
+"""Reads checkpoints that are files of ``torch.save``, and folders of the Hugging Face trainer and of Accelerate.
 
 Owns where in them model and optimizer are, and which parameter has which number: torch numbers parameters in the order
 of the param groups. Next: :mod:`offload.checkpoint.foreign.opening`.
@@ -23,6 +23,9 @@ _MODEL_KEYS = ("model_state_dict", "model", "state_dict", "module", "net", "weig
 _OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optimizer_states", "optim", "opt")
 _SCHEDULER_KEYS = ("scheduler_state_dict", "lr_scheduler", "scheduler", "lr_schedulers")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # each may be in several files, which an index lists
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # of the trainer, and of Accelerate
+_SCHEDULERS = ("scheduler.pt", "scheduler.bin")
+_SHARDS = "pytorch_model_fsdp_0"  # of both, under FSDP: a folder of torch.distributed.checkpoint
 
 
 class NamesError(ConfigError):
@@ -77,41 +80,42 @@ def find_parts(path: Path, kind: str, content: Any, names: Sequence[Sequence[str
 
 
 def is_trainer_folder(folder: Path) -> bool:
-    """Tell whether a folder is one that the Hugging Face trainer has saved."""
-    return (folder / "trainer_state.json").is_file() or (folder / "optimizer.pt").is_file()
+    """Tell whether a folder is one that the Hugging Face trainer, or ``save_state`` of Accelerate, has saved."""
+    return _first(folder, ("trainer_state.json", *_OPTIMIZERS)) is not None or (folder / _SHARDS).is_dir()
 
 
 def read_trainer_folder(folder: Path, names: Sequence[Sequence[str]] | None) -> Found:
-    """Return what a folder of the Hugging Face trainer holds; as :func:`read_file`.
+    """Return what a folder of the Hugging Face trainer, or of Accelerate, holds; as :func:`read_file`.
 
     Raises:
         ConfigError: a file is missing or damaged; the text names it.
     """
     weights = read_weights(folder)
     optimizer = None
-    if (folder / "optimizer.pt").is_file():
-        optimizer = read_torch_file(folder / "optimizer.pt")
+    if (file := _first(folder, _OPTIMIZERS)) is not None:
+        optimizer = read_torch_file(file)
         if not _is_optimizer(optimizer):
-            raise ConfigError(f"{folder / 'optimizer.pt'}: expected an optimizer's state dict; copy it again")
+            raise ConfigError(f"{file}: expected an optimizer's state dict; copy it again")
     state: Mapping[str, Any] = {}
-    if (folder / "trainer_state.json").is_file():
+    if (file := _first(folder, ("trainer_state.json",))) is not None:
         try:
-            state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+            state = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{folder / 'trainer_state.json'}: expected JSON but got: {error}; copy it again"
-            ) from error
-    optional = {
-        name: read_torch_file(folder / name) for name in ("scheduler.pt", "rng_state.pth") if (folder / name).is_file()
-    }
+            raise ConfigError(f"{file}: expected JSON but got: {error}; copy it again") from error
+    schedule, random = _first(folder, _SCHEDULERS), _first(folder, ("rng_state.pth",))
     facts = Facts(
-        "transformers.Trainer",
+        "Accelerate" if not state and (folder / _OPTIMIZERS[1]).is_file() else "transformers.Trainer",
         global_step=state.get("global_step"),
         epoch=state.get("epoch"),
-        scheduler=optional.get("scheduler.pt"),
-        rng=optional.get("rng_state.pth"),
+        scheduler=None if schedule is None else read_torch_file(schedule),
+        rng=None if random is None else read_torch_file(random),
     )
     return _found(folder, weights, optimizer, names, facts)
+
+
+def _first(folder: Path, names: Sequence[str]) -> Path | None:
+    """Return the first of some files that a folder has."""
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def read_weights(folder: Path) -> dict[str, FileTensor]:
@@ -136,6 +140,16 @@ def read_weights(folder: Path) -> dict[str, FileTensor]:
                     raise ConfigError(f"{folder / str(file)}: expected a file that {index.name} lists; copy it, too")
                 found.update(read(folder / file))
             return found
+    if _first(folder, ("adapter_model.safetensors", "adapter_model.bin")) is not None:
+        raise ConfigError(
+            f"{folder}: expected the model's weights but got adapters of PEFT alone; resume the run from it with "
+            "offload.hf.OffloadTrainer, or load them with PeftModel.from_pretrained before the engine is made"
+        )
+    if (folder / _SHARDS).is_dir():
+        raise ConfigError(
+            f"{folder}: expected the model's weights in one file but got shards of FSDP; import {folder / _SHARDS} "
+            "with strict=False: it has the weights, without the optimizer's state"
+        )
     raise ConfigError(f"{folder}: expected {' or '.join(_WEIGHTS)}, or an index of it, but got neither; copy it, too")
 
 
