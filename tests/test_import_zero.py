@@ -169,9 +169,12 @@ def test_a_tags_own_folder_is_taken(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
-        ("layer_00-model_states.pt", "pipeline or expert parallelism"),
-        ("layer_0_expert_0_mp_rank_00_model_states.pt", "pipeline or expert parallelism"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism .*; join it by DeepSpeed's ds_to_universal"),
+        ("layer_00-model_states.pt", "pipeline or expert parallelism; put the weights of its layer_"),
+        (
+            "layer_0_expert_0_mp_rank_00_model_states.pt",
+            "pipeline or expert parallelism; put the weights of its layer_",
+        ),
     ],
 )
 def test_other_kinds_of_parallelism_are_refused(copy: Path, name: str, message: str) -> None:
@@ -198,6 +201,14 @@ def test_an_optimizer_on_nvme_is_refused(recorded: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("offload.checkpoint.foreign.zero.read_torch_file", without_masters)
     refuse(recorded / "zero3-bf16-x2", r"_optim_states.pt: .* an optimizer on NVMe; .*16bit_model", "zero3-bf16-x2")
+
+
+def test_a_universal_checkpoint_is_refused(copy: Path) -> None:
+    """What DeepSpeed's ds_to_universal.py makes of a folder: models' files, and one per parameter and state."""
+    for file in (copy / "global_step3").glob("*optim_states.pt"):
+        file.unlink()
+    (copy / "global_step3" / "zero").mkdir()
+    refuse(copy, "but got a universal checkpoint; import the folder that it was made of")
 
 
 def test_another_optimizer_is_refused(recorded: Path) -> None:

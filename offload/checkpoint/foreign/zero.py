@@ -182,7 +182,15 @@ def _ranks(place: Path) -> list[_Rank]:
             _refuse_parallel(place, match["mp"])
             found[int(match["rank"])] = path
         elif re.match(r"layer_\d+|.*expert_\d+", path.name):
-            raise ConfigError(f"{path}: expected ZeRO alone but got pipeline or expert parallelism; {_ELSEWHERE}")
+            raise ConfigError(
+                f"{path}: expected ZeRO alone but got pipeline or expert parallelism; put the weights of its layer_* "
+                "files into one state dict, save it by torch.save and import that with strict=False"
+            )
+    if not found and (place / "zero").is_dir():
+        raise ConfigError(
+            f"{place}: expected *_optim_states.pt of ZeRO-1, 2 or 3 but got a universal checkpoint; import the folder "
+            "that it was made of, or a file of torch.save with the weights in zero/*/fp32.pt, with strict=False"
+        )
     if not found:
         raise ConfigError(
             f"{place}: expected *_optim_states.pt of ZeRO-1, 2 or 3 but got none; copy all files of the folder (a run "
@@ -204,7 +212,11 @@ def _ranks(place: Path) -> list[_Rank]:
 
 def _refuse_parallel(place: Path, mp_rank: str) -> None:
     if int(mp_rank):
-        raise ConfigError(f"{place}: expected ZeRO alone but got tensor parallelism (mp_rank_{mp_rank}); {_ELSEWHERE}")
+        raise ConfigError(
+            f"{place}: expected ZeRO alone but got tensor parallelism (mp_rank_{mp_rank}); join it by DeepSpeed's "
+            "ds_to_universal.py, put the weights in zero/*/fp32.pt into one state dict, save it by torch.save and "
+            "import that with strict=False"
+        )
 
 
 def _rank(path: Path) -> _Rank:
