@@ -112,6 +112,14 @@ def save_beside_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, path
     return path / "ckpt.pt"
 
 
+def save_beside_a_model_of_before(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
+    """With weights of another time under a usual name, in a dict beside the model, which has an unusual name."""
+    best = {"model": {name: value * 2 for name, value in model.state_dict().items()}, "epoch": 1}
+    content = {"network": model.state_dict(), "best": best, "optimizer": optimizer.state_dict()}
+    torch.save({**content, "epoch": 2, "global_step": STEPS}, path / "run.pt")
+    return path / "run.pt"
+
+
 def save_weights_at_the_top(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
     """Save the model's tensors beside the optimizer's dict, as torchtitan does, with small tensors in another dict."""
     content = {**model.state_dict(), "optimizer": optimizer.state_dict(), "train_state": {"seen": torch.ones(1)}}
@@ -183,6 +191,7 @@ def save_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path)
 SAVES: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Path], Path]] = {
     "torch.save": save_torch,
     "torch.save, tensors beside": save_beside_tensors,
+    "torch.save, a model of before beside": save_beside_a_model_of_before,
     "torch.save, weights at the top": save_weights_at_the_top,
     "Lightning": save_lightning,
     "DCP": save_dcp,
@@ -625,6 +634,24 @@ def test_what_accelerate_has_saved_goes_on(tmp_path: Path) -> None:
         weights, states = state_of(engine)
         assert torch.equal(weights["norm.weight"], model.norm.weight)
         assert torch.equal(states[0]["exp_avg"], prepared[1].state_dict()["state"][0]["exp_avg"])
+
+
+def test_one_of_several_models_is_not_chosen(tmp_path: Path) -> None:
+    """Accelerate numbers those of two networks that train together."""
+    model, optimizer = begun(OPTIMIZERS["AdamW"])
+    save_trainer(model, optimizer, tmp_path)
+    for name in ("model_1.safetensors", "optimizer_1.bin"):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(
+            ConfigError, match=f"expected one model and one optimizer but got {name}, too; put the files"
+        ):
+            open_foreign(tmp_path)
+        (tmp_path / name).unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with make_engine() as engine:  # as FSDP has it in one file
+        engine.import_checkpoint(tmp_path)
+        assert torch.equal(engine.state_dict()["norm.weight"], model.norm.weight)
 
 
 def test_adapters_alone_are_refused_by_name(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_what_is_given_back_has_no_part_of_others_on_large_pages(monkeypatch: py
 
 
 def test_who_is_bound_by_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
+    for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
     assert machine.bound_by(64) is None, "by taskset, perhaps"

@@ -214,7 +214,7 @@ def load_engine(folder: Path, adapter: Path | None, options: dict[str, Any]) -> 
     config = Config.load(options)
     with quiet_transformers():
         model, weights = _read(folder, adapter)
-        with contextlib.nullcontext() if weights is None else contextlib.closing(weights):
+        with _told(folder), contextlib.nullcontext() if weights is None else contextlib.closing(weights):
             return Engine(model, None, config, weights=weights)
 
 

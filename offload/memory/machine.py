@@ -61,7 +61,7 @@ def bound_by(threads: int) -> str | None:
 
     GNU's runtime binds the thread that imports torch. All threads that it starts are bound with it.
     """
-    set_to = {name: os.environ.get(name, "") for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")}
+    set_to = {name: os.environ.get(name, "") for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY")}
     bound = hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < threads
     return next((name for name, value in set_to.items() if bound and value.lower() not in ("", "false")), None)
 

@@ -7,7 +7,7 @@ of the param groups. Next: :mod:`offload.checkpoint.foreign.opening`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from offload.errors import ConfigError
 _MODEL_KEYS = ("model_state_dict", "model", "state_dict", "module", "net", "weights")
 _OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optimizer_states", "optim", "opt")
 _SCHEDULER_KEYS = ("scheduler_state_dict", "lr_scheduler", "scheduler", "lr_schedulers")
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # each may be in several files, which an index lists
+# Each may be in several files, which an index lists; the last one is FSDP's in one file.
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")  # of the trainer, and of Accelerate
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 _SHARDS = "pytorch_model_fsdp_0"  # of both, under FSDP: a folder of torch.distributed.checkpoint
@@ -90,6 +91,11 @@ def read_trainer_folder(folder: Path, names: Sequence[Sequence[str]] | None) -> 
     Raises:
         ConfigError: a file is missing or damaged; the text names it.
     """
+    if (second := _first(folder, ("model_1.safetensors", "pytorch_model_1.bin", "optimizer_1.bin"))) is not None:
+        raise ConfigError(
+            f"{folder}: expected one model and one optimizer but got {second.name}, too; put the files of one into a "
+            "folder of their own, under the names of the first"
+        )
     weights = read_weights(folder)
     optimizer = None
     if (file := _first(folder, _OPTIMIZERS)) is not None:
@@ -150,17 +156,25 @@ def read_weights(folder: Path) -> dict[str, FileTensor]:
             f"{folder}: expected the model's weights in one file but got shards of FSDP; import {folder / _SHARDS} "
             "with strict=False: it has the weights, without the optimizer's state"
         )
-    raise ConfigError(f"{folder}: expected {' or '.join(_WEIGHTS)}, or an index of it, but got neither; copy it, too")
+    raise ConfigError(
+        f"{folder}: expected {' or '.join(_WEIGHTS[:2])}, or an index of it, but got neither; copy it, too"
+    )
 
 
 def _with_inner(content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a dict together with the only one in it that has a model: PyTorch's recipe for DCP has all in "app"."""
+    """Return a dict together with the only one in it that has all: PyTorch's recipe for DCP has it in "app".
 
-    def has_model(value: Any) -> bool:
-        return isinstance(value, Mapping) and any(_is_state_dict(value.get(key)) for key in _MODEL_KEYS)
+    Not one that has a model alone: weights of before, or averages, beside the model.
+    """
 
-    inner = [] if has_model(content) else [value for value in content.values() if has_model(value)]
-    return {**content, **inner[0]} if len(inner) == 1 else content
+    def has(value: Any, keys: Sequence[str], fits: Callable[[Any], bool]) -> bool:
+        return isinstance(value, Mapping) and any(fits(value.get(key)) for key in keys)
+
+    if has(content, _MODEL_KEYS, _is_state_dict) or any(map(_is_optimizer, content.values())):
+        return content
+    inner = [value for value in content.values() if has(value, _MODEL_KEYS, _is_state_dict)]
+    whole = [value for value in inner if len(content) == 1 or has(value, _OPTIMIZER_KEYS, _is_optimizer)]
+    return {**content, **whole[0]} if len(whole) == 1 else content
 
 
 def _is_state_dict(value: Any) -> bool:

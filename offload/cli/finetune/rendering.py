@@ -198,7 +198,7 @@ def _message(row: Row, message: Any, name: str) -> Message:
     if content is None and not message.get("tool_calls"):
         raise FinetuneError(f"{row.place}: {name}: expected content, or tool_calls, but got neither")
     # Templates ask which keys are there, but some of them whether content is None.
-    return {key: value for key, value in message.items() if value is not None} | {"content": content}
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _tools(row: Row, tools: Any) -> Any:
