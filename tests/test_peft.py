@@ -321,7 +321,7 @@ def dequantized_by_transformers(base: Any, kind: str, dtype: torch.dtype) -> Any
 
 
 @pytest.mark.parametrize("adapters", ON_QUANTIZED)
-@pytest.mark.parametrize(("kind", "dtype"), zip(QUANTIZED, [torch.bfloat16, torch.float32] * 2, strict=True))
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(QUANTIZED, [torch.bfloat16, torch.float32] * 2, strict=True)))
 def test_quantized_weights_are_saved_as_ordinary_ones(
     kind: str, adapters: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

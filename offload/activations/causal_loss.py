@@ -30,6 +30,7 @@ class _Loss:
     """How one model computes its loss.
 
     Attributes:
+        of: class of the model.
         head: the layer whose output are the logits.
         chunk: tokens at a time.
         labelled: whether a forward with labels is under way.
@@ -39,6 +40,7 @@ class _Loss:
         asked: whether the model has asked for the loss of that.
     """
 
+    of: str
     head: nn.Linear
     chunk: int | None
     labelled: bool = False
@@ -51,6 +53,8 @@ class _Loss:
 class _Logits(torch.Tensor):
     """Stands for logits that nobody makes: it can be given to the loss, and nothing else."""
 
+    of: str
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -60,8 +64,9 @@ class _Logits(torch.Tensor):
                 found = func(*args, **(kwargs or {}))
             if name in _TOLD or found is args[0]:
                 return found
+        of = next((value.of for value in args if isinstance(value, cls)), "the model")
         raise StateError(
-            "chunk_loss: expected the output of the head to go to the loss as it is, and nowhere else, but "
+            f"chunk_loss: expected {of} to give the output of its head to the loss as it is, and to nothing else, but "
             f"{name} uses it, as models do that scale, cap or cast logits, or add to the loss, and hooks that look at "
             "them; load the model again, and leave chunk_loss out"
         )
@@ -105,7 +110,7 @@ def chunk_loss(model: nn.Module, *, chunk: int | None = None) -> None:
             f"chunk_loss: expected the loss function ForCausalLMLoss but {name} has "
             f"{getattr(plain, '__name__', plain)}; leave it out"
         )
-    state = _Loss(head, chunk)
+    state = _Loss(name, head, chunk)
     head.forward = functools.partial(_of_head, state, head.forward)
     found.loss_function = functools.partial(_of_labels, state, plain)
     found.forward = functools.wraps(found.forward)(functools.partial(_of_model, state, found, found.forward))
@@ -147,8 +152,10 @@ def _of_head(state: _Loss, forward: Callable[..., Any], hidden: torch.Tensor, lo
         with torch.inference_mode(False):
             hidden = hidden.clone()
     with no_subclasses():
-        state.passed, state.changes, state.shown = hidden, hidden._version, hidden.as_subclass(_Logits)
-    return state.shown
+        shown = hidden.as_subclass(_Logits)
+    shown.of = state.of
+    state.passed, state.changes, state.shown = hidden, hidden._version, shown
+    return shown
 
 
 def _of_labels(
